@@ -1,0 +1,40 @@
+# Every target makes the environment first if needed; nothing but Python and a package index is assumed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help install demo test lint types check matrix clean
+
+help:  ## Show the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+install: $(READY)  ## Make .venv and install the package into it
+
+demo: $(READY)  ## Train, evaluate and plot with and without rescaling: see demo-out/report.md
+	$(BIN)/st-sparse-rescale demo --output demo-out
+
+test: $(READY)  ## Run all tests
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+lint: $(READY)  ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)  ## Check types
+	$(BIN)/mypy
+
+check: lint types test  ## All that must pass before a change is merged
+
+matrix: $(READY)  ## Regenerate docs/architectures.md
+	$(BIN)/python scripts/head_matrix.py
+
+clean:  ## Remove the environment and everything generated
+	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,239 @@
+"""Pretrain the two mini backbones of the offline demo by masked language modelling on docstrings.
+
+Both share one tokenizer, one corpus, one schedule and one seed; they differ in architecture and in how the word
+embeddings start, which the tied MLM head inherits:
+
+- ``bert-mini``: N(0, 0.02), BERT's usual initialisation.
+- ``modernbert-mini``: N(0, 1), left alone by weight decay, as is usual for modern encoders.
+
+Only docstrings of modules in the training split of the demo corpus are read, so that the development and test splits
+stay unseen.
+
+    python scripts/pretrain_mini.py bert-mini
+    python scripts/pretrain_mini.py modernbert-mini
+
+An interrupted run continues from its last state in ``--work``. The finished checkpoint (float16 weights, loaded as
+float32), its log and its card go to ``--output``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import BertWordPieceTokenizer
+from torch.nn.functional import cross_entropy
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertTokenizerFast,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    get_linear_schedule_with_warmup,
+)
+
+from st_sparse_rescale.demo.corpus import all_docstrings, split_of
+
+VOCABULARY, HIDDEN, LAYERS, HEADS, POSITIONS = 8192, 128, 3, 4, 512
+BLOCK, BATCH, MASKED = 128, 32, 0.25
+LEARNING_RATE, WEIGHT_DECAY, WARMUP = 1e-3, 0.01, 0.05
+EMBEDDING_STD = {"bert-mini": 0.02, "modernbert-mini": 1.0}
+LOG_EVERY, SAVE_EVERY = 50, 500
+
+
+def texts(work: Path, split: str) -> list[str]:
+    """The docstrings of a split, parsed once and kept in the work folder."""
+    file = work / f"{split}.json"
+    if not file.exists():
+        by_split: dict[str, dict[str, None]] = {"train": {}, "dev": {}, "test": {}}
+        for id, text in all_docstrings():
+            by_split[split_of(id.partition(":")[0])].setdefault(" ".join(text.split()))
+        for name, found in by_split.items():
+            (work / f"{name}.json").write_text(json.dumps(list(found)))
+    return json.loads(file.read_text())
+
+
+def make_tokenizer(work: Path, corpus: list[str]) -> BertTokenizerFast:
+    """A lower-cased WordPiece vocabulary trained on the corpus."""
+    file = work / "vocab.txt"
+    if not file.exists():
+        trainer = BertWordPieceTokenizer(lowercase=True)
+        trainer.train_from_iterator(corpus, vocab_size=VOCABULARY, min_frequency=2)
+        trainer.save_model(str(work))
+    return BertTokenizerFast(vocab=str(file), do_lower_case=True, model_max_length=POSITIONS)
+
+
+def blocks(tokenizer: BertTokenizerFast, corpus: list[str]) -> np.ndarray:
+    """Pack the texts, each closed by [SEP], into rows of BLOCK tokens that open with [CLS]: (rows, BLOCK)."""
+    flat: list[int] = []
+    for ids in tokenizer(corpus, add_special_tokens=False)["input_ids"]:
+        flat += [*ids, tokenizer.sep_token_id]
+    rows = len(flat) // (BLOCK - 1)
+    body = np.array(flat[: rows * (BLOCK - 1)], dtype=np.int64).reshape(rows, BLOCK - 1)
+    return np.concatenate([np.full((rows, 1), tokenizer.cls_token_id), body], axis=1)
+
+
+def make_model(name: str, tokenizer: BertTokenizerFast) -> torch.nn.Module:
+    """A randomly initialised backbone."""
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "max_position_embeddings": POSITIONS,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if name == "bert-mini":
+        model = BertForMaskedLM(BertConfig(**shape, intermediate_size=4 * HIDDEN))
+    else:
+        config = ModernBertConfig(
+            **shape,
+            intermediate_size=2 * HIDDEN,
+            cls_token_id=tokenizer.cls_token_id,
+            bos_token_id=tokenizer.cls_token_id,
+            sep_token_id=tokenizer.sep_token_id,
+            eos_token_id=tokenizer.sep_token_id,
+        )
+        model = ModernBertForMaskedLM(config)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_(std=EMBEDDING_STD[name])
+    return model
+
+
+def masked_loss(model: torch.nn.Module, rows: torch.Tensor, tokenizer: BertTokenizerFast, rng: torch.Generator):
+    """Cross-entropy over the masked positions only: 80 % become [MASK], 10 % a random token, 10 % stay."""
+    special = (rows == tokenizer.cls_token_id) | (rows == tokenizer.sep_token_id)
+    chosen = (torch.rand(rows.shape, generator=rng) < MASKED) & ~special
+    roll = torch.rand(rows.shape, generator=rng)
+    inputs = torch.where(chosen & (roll < 0.8), tokenizer.mask_token_id, rows)
+    noise = torch.randint(len(tokenizer), rows.shape, generator=rng)
+    inputs = torch.where(chosen & (roll >= 0.9), noise, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        states = model.base_model(inputs).last_hidden_state[chosen]
+        logits = model.cls(states) if hasattr(model, "cls") else model.decoder(model.head(states))
+    return cross_entropy(logits.float(), rows[chosen])
+
+
+@torch.no_grad()
+def held_out_loss(model: torch.nn.Module, rows: torch.Tensor, tokenizer: BertTokenizerFast) -> float:
+    """Mean masked loss over the rows, with the same masks at every call."""
+    model.eval()
+    rng = torch.Generator().manual_seed(0)
+    losses = [masked_loss(model, chunk, tokenizer, rng).item() for chunk in rows.split(BATCH)]
+    model.train()
+    return sum(losses) / len(losses)
+
+
+def optimiser(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW; neither embeddings nor biases and norms decay."""
+    embedding = model.get_input_embeddings().weight
+    decay = [p for p in model.parameters() if p.ndim > 1 and p is not embedding]
+    rest = [p for p in model.parameters() if p.ndim == 1 or p is embedding]
+    groups = [{"params": decay, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.98), eps=1e-6)
+
+
+def save_atomically(state: dict, file: Path) -> None:
+    torch.save(state, file.with_suffix(".tmp"))
+    os.replace(file.with_suffix(".tmp"), file)
+
+
+def export(model: torch.nn.Module, tokenizer: BertTokenizerFast, output: Path) -> None:
+    """Write the checkpoint with float16 weights, half the size, and a config that loads them as float32."""
+    model.half().save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    config = json.loads((output / "config.json").read_text())
+    (output / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=EMBEDDING_STD)
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--work", type=Path, default=Path("build/pretraining"))
+    parser.add_argument("--output", type=Path, default=Path("st_sparse_rescale/demo/backbones"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    random.seed(args.seed)
+    args.work.mkdir(parents=True, exist_ok=True)
+
+    corpus = texts(args.work, "train")
+    tokenizer = make_tokenizer(args.work, corpus)
+    rows = torch.from_numpy(blocks(tokenizer, corpus))
+    held_out = torch.from_numpy(blocks(tokenizer, texts(args.work, "dev")))[:512]
+    print(f"{args.name}: {len(corpus):,} docstrings, {rows.numel():,} tokens, {len(tokenizer):,} pieces", flush=True)
+
+    model = make_model(args.name, tokenizer)
+    optimizer = optimiser(model)
+    schedule = get_linear_schedule_with_warmup(optimizer, int(WARMUP * args.steps), args.steps)
+    rng = torch.Generator().manual_seed(args.seed)
+    state_file = args.work / f"{args.name}.pt"
+    step, seconds, log = 0, 0.0, []
+    if state_file.exists():
+        state = torch.load(state_file)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        schedule.load_state_dict(state["schedule"])
+        rng.set_state(state["rng"])
+        step, seconds, log = state["step"], state["seconds"], state["log"]
+        print(f"continuing at step {step}", flush=True)
+
+    model.train()
+    began, running = time.perf_counter() - seconds, []
+    while step < args.steps:
+        batch = rows[torch.randint(len(rows), (BATCH,), generator=rng)]
+        loss = masked_loss(model, batch, tokenizer, rng)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        step += 1
+        running.append(loss.item())
+        if step % LOG_EVERY == 0:
+            entry = {"step": step, "loss": round(sum(running) / len(running), 4)}
+            running = []
+            if step % SAVE_EVERY == 0 or step == args.steps:
+                entry["held_out_loss"] = round(held_out_loss(model, held_out, tokenizer), 4)
+                norms = model.get_output_embeddings().weight.norm(dim=1)
+                entry["mean_row_norm"] = round(norms.mean().item(), 3)
+            entry["seconds"] = round(time.perf_counter() - began, 1)
+            log.append(entry)
+            print(json.dumps(entry), flush=True)
+        if step % SAVE_EVERY == 0:
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "schedule": schedule.state_dict(),
+                "rng": rng.get_state(),
+                "step": step,
+                "seconds": time.perf_counter() - began,
+                "log": log,
+            }
+            save_atomically(state, state_file)
+
+    output = args.output / args.name
+    export(model, tokenizer, output)
+    header = {
+        "settings": {k: v for k, v in vars(args).items() if k in ("name", "steps", "seed", "threads")},
+        "tokens": rows.numel(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")},
+    }
+    lines = [json.dumps(line) for line in (header, *log)]
+    (output / "pretraining.jsonl").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
