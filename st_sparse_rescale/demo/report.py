@@ -1,0 +1,128 @@
+"""What the demonstration leaves behind for a person to look at: a page, two plots and the figures as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """One backbone, trained and evaluated."""
+
+    name: str
+    """Backbone and k, as shown: ``modernbert-mini, k = 16``."""
+    backbone: str
+    k: float
+    metrics: dict[str, float]
+    """``ndcg@10``, ``mrr@10``, ``recall@100``, ``query_active_dims``, ``corpus_active_dims``, ``flops``."""
+    curve: list[dict[str, float]]
+    """The same metrics at limits of active dimensions."""
+    losses: list[tuple[int, float]]
+    """(step, ranking loss without regularisers)."""
+    seconds: float
+    """Duration of the training."""
+    warnings: list[str]
+    """What the collapse guard said."""
+
+
+def write_report(
+    folder: Path, runs: Sequence[TrainedRun], bm25: dict[str, float], setting: dict[str, str | int | float]
+) -> Path:
+    """Write ``report.md``, ``loss.png``, ``tradeoff.png`` and ``results.json`` into a folder.
+
+    Args:
+        folder: An existing folder.
+        runs: The trained runs.
+        bm25: The metrics of BM25 on the same queries.
+        setting: What the runs share, shown as a table: corpus sizes, steps, batch size, versions.
+
+    Returns:
+        The path of ``report.md``.
+    """
+    batch = int(setting["batch size"])
+    _plot_losses(folder / "loss.png", runs, math.log(batch))
+    _plot_tradeoff(folder / "tradeoff.png", runs, bm25["ndcg@10"])
+    results = {"setting": setting, "bm25": bm25, "runs": [asdict(run) for run in runs]}
+    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    page = folder / "report.md"
+    page.write_text(_page(runs, bm25, setting), encoding="utf-8")
+    return page
+
+
+def results_table(runs: Sequence[TrainedRun], bm25: dict[str, float]) -> tuple[list[str], list[list[str]]]:
+    """The results as header and rows of text."""
+    header = ["model", "nDCG@10", "MRR@10", "Recall@100", "query dims", "document dims", "FLOPS", "first loss"]
+    rows = []
+    for run in runs:
+        m = run.metrics
+        effect = [f"{m[name]:.3f}" for name in ("ndcg@10", "mrr@10", "recall@100")]
+        cost = [f"{m[name]:,.0f}" for name in ("query_active_dims", "corpus_active_dims")]
+        rows.append([run.name, *effect, *cost, f"{m['flops']:,.1f}", f"{run.losses[0][1]:,.1f}"])
+    rows.append(["BM25", *(f"{bm25[name]:.3f}" for name in ("ndcg@10", "mrr@10", "recall@100")), "", "", "", ""])
+    return header, rows
+
+
+def _page(runs: Sequence[TrainedRun], bm25: dict[str, float], setting: dict[str, str | int | float]) -> str:
+    header, rows = results_table(runs, bm25)
+    table = "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
+    facts = "\n".join(f"- {name}: {value}" for name, value in setting.items())
+    said = "\n".join(f"- **{run.name}**: {warning}" for run in runs for warning in run.warnings)
+    return f"""# SPLADE with and without rescaling
+
+{table}
+
+Active dimensions and FLOPS (the expected number of multiplications a query and document) measure the cost of a search;
+*first loss* is the ranking loss of the first step, before anything was learned. A loss of ln({setting["batch size"]}) =
+{math.log(float(setting["batch size"])):.2f} is that of a model that cannot tell the documents of a batch apart.
+
+![Ranking loss](loss.png)
+
+![Effectiveness against FLOPS](tradeoff.png)
+
+## What the collapse guard said
+
+{said or "Nothing: no run collapsed."}
+
+## Setting
+
+{facts}
+"""
+
+
+def _plot_losses(file: Path, runs: Sequence[TrainedRun], chance: float) -> None:
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for run in runs:
+        steps, losses = zip(*run.losses, strict=True)
+        axes.plot(steps, losses, label=run.name)
+    axes.axhline(chance, color="grey", linestyle=":", label="chance: ln(batch size)")
+    axes.set(xlabel="step", ylabel="ranking loss", yscale="log", title="Ranking loss in training")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def _plot_tradeoff(file: Path, runs: Sequence[TrainedRun], bm25: float) -> None:
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for run in runs:
+        # A model without any active dimension has no place on a logarithmic axis.
+        points = [(p["flops"], p["ndcg@10"]) for p in run.curve if p["flops"] > 0]
+        if points:
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=run.name)
+    axes.axhline(bm25, color="grey", linestyle=":", label="BM25")
+    axes.set(xlabel="FLOPS a query and document", ylabel="nDCG@10", xscale="log", ylim=(0, None))
+    axes.set_title("Effectiveness against efficiency: active dimensions limited to 32, 64, 128, 256, none")
+    axes.title.set_fontsize(10)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
