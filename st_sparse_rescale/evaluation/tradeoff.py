@@ -42,9 +42,8 @@ def trace_tradeoff(
     """
     queries = model.encode_query(list(map(str, evaluator.queries)), batch_size=batch_size, save_to_cpu=True)
     documents = model.encode_document(list(map(str, evaluator.corpus)), batch_size=batch_size, save_to_cpu=True)
-    top_k = max(
-        max(cut_offs) for cut_offs in (evaluator.ndcg_at_k, evaluator.mrr_at_k, evaluator.precision_recall_at_k)
-    )
+    cut_offs = (evaluator.accuracy_at_k, evaluator.precision_recall_at_k, evaluator.mrr_at_k, evaluator.ndcg_at_k)
+    top_k = max(k for ks in (*cut_offs, evaluator.map_at_k) for k in ks)
     curve = []
     for limit in limits:
         q, d = (_cut(side, limit) for side in (queries, documents))
