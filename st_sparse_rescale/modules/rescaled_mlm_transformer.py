@@ -1,0 +1,133 @@
+"""A masked language model whose head is rescaled once, at the start of a SPLADE training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+from sentence_transformers.base import BaseModel
+from sentence_transformers.base.modules import Module, Transformer
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+from st_sparse_rescale.modules.stock_checkpoint import SavedAsStock
+from st_sparse_rescale.modules.trained_head import require_trained_head
+from st_sparse_rescale.rescaling import recorded_rescale, rescale_mlm_head, validate_k
+
+CITATION = """\
+@misc{rescaling-mlm-head,
+    title = {Rescaling MLM-Head for Neural Sparse Retrieval},
+    year = {2026},
+    eprint = {2606.18811},
+    archivePrefix = {arXiv},
+    url = {https://arxiv.org/abs/2606.18811},
+}"""
+
+
+class RescaledMLMTransformer(SavedAsStock, Transformer):
+    """The first module of a SPLADE model: a masked LM whose logits start divided by k.
+
+    A `sentence_transformers` ``Transformer`` with ``transformer_task="fill-mask"`` whose MLM head is rescaled once,
+    when it is loaded (see `rescale_mlm_head`; arXiv:2606.18811). k, strategy and reason are recorded in the Hugging
+    Face config, in the model card and in the ``repr``. A checkpoint that records a rescale is never divided again, so
+    loading, resuming and copying are safe. What is saved is a stock ``Transformer``.
+
+    An adapter (PEFT) is saved without its base. So save the rescaled model first, load that, and add the adapter then.
+
+    Args:
+        model_name_or_path: Folder or hub name of a masked language model.
+        k: What the logits are divided by: a positive number, or None to take the checkpoint as it is.
+        strategy: "weight" divides the decoder matrix, "norm" the norm before it and the bias.
+        calibration_texts: Texts to measure the head on, for ``k="auto"``.
+        **transformer_kwargs: Keyword arguments of ``Transformer``, such as ``max_seq_length``, ``model_kwargs``,
+            ``processor_kwargs``, ``config_kwargs``.
+
+    Raises:
+        ValueError: If k is not usable, if the checkpoint records another rescale, or if the task or the backend
+            is another than "fill-mask" and "torch".
+        UnsupportedHeadError: If the checkpoint holds no trained MLM head, or one that cannot be rescaled.
+
+    Example:
+        >>> from sentence_transformers import SparseEncoder
+        >>> transformer = RescaledMLMTransformer("answerdotai/ModernBERT-base", k=16)  # doctest: +SKIP
+        >>> model = SparseEncoder(modules=[transformer, SpladePooling()])  # doctest: +SKIP
+        >>> model.encode(["sparse retrieval"]).shape  # doctest: +SKIP
+        torch.Size([1, 50368])
+    """
+
+    stock_class: ClassVar[type[Module]] = Transformer
+
+    def __init__(
+        self,
+        model_name_or_path: str,
+        *,
+        k: float | Literal["auto"] | None = None,
+        strategy: Literal["weight", "norm"] = "weight",
+        calibration_texts: Sequence[str] | None = None,
+        **transformer_kwargs: Any,
+    ) -> None:
+        if k is not None:
+            k = validate_k(k)
+        if k == "auto":
+            raise ValueError(
+                'k="auto" cannot measure a head yet. Give a number; the values of arXiv:2606.18811 are 16 for '
+                "ModernBERT and Ettin, 2 for RoBERTa, and 1 for others."
+            )
+        if calibration_texts is not None:
+            raise ValueError(f'calibration_texts are for k="auto", and k is {k!r}: leave one of them out.')
+        if (task := transformer_kwargs.setdefault("transformer_task", "fill-mask")) != "fill-mask":
+            raise ValueError(f"transformer_task={task!r}: SPLADE reads its vectors from an MLM head, so leave it out.")
+        if (backend := transformer_kwargs.get("backend", "torch")) != "torch":
+            raise ValueError(
+                f"backend={backend!r}: the head of an exported graph cannot be rescaled. Rescale with the torch "
+                f"backend, save, and load what is saved with SparseEncoder(..., backend={backend!r})."
+            )
+        require_trained_head(
+            model_name_or_path,
+            model_kwargs=transformer_kwargs.get("model_kwargs"),
+            config_kwargs=transformer_kwargs.get("config_kwargs"),
+        )
+        super().__init__(model_name_or_path, **transformer_kwargs)
+        recorded = recorded_rescale(self.model)
+        if k is not None:
+            rescale_mlm_head(self.model, k, strategy)
+        self.rescaled_here = recorded is None and recorded_rescale(self.model) is not None
+        self._refuse_adapter_without_base()
+
+    def on_model_ready(self, model: BaseModel) -> None:
+        """Promote the built model, and tell its poolings the width of the vectors."""
+        super().on_model_ready(model)
+        for module in model.modules():
+            if isinstance(module, SpladePooling) and module.embedding_dimension is None:
+                module.embedding_dimension = self.get_embedding_dimension()
+
+    def before_save(self, model: BaseModel) -> None:
+        """Refuse to save an adapter alone, and put k, strategy, reason and the citation into the model card.
+
+        Raises:
+            ValueError: If an adapter was added to a base that is rescaled in memory only.
+        """
+        self._refuse_adapter_without_base()
+        if (rescale := recorded_rescale(self.model)) is not None:
+            heading = f'MLM-head rescaling (k = {rescale.k:g}, strategy "{rescale.strategy}", reason: {rescale.reason})'
+            model.model_card_data.citations[heading] = CITATION
+            model.model_card_data.add_tags("mlm-head-rescaling")
+
+    def get_embedding_dimension(self) -> int:
+        """The width of the logits: the vocabulary size of the model, rounded up as its decoder is."""
+        return self.model.get_output_embeddings().weight.shape[0]
+
+    def _refuse_adapter_without_base(self) -> None:
+        if self.rescaled_here and getattr(self.model, "peft_config", None):
+            raise ValueError(
+                f"An adapter is saved without its base, and {self.model.name_or_path!r}, the base, is not rescaled "
+                "on disk: the adapter would be loaded onto other weights. Save the rescaled model first "
+                "(model.save_pretrained(folder)), load that with RescaledMLMTransformer(folder), and add the adapter "
+                "to it."
+            )
+
+    def __repr__(self) -> str:
+        rescale = recorded_rescale(self.model)
+        settings = {"k": 1.0} if rescale is None else dataclasses.asdict(rescale)
+        architecture = type(self.model).__name__
+        return f"{type(self).__name__}({self.get_config_dict() | {'architecture': architecture} | settings})"
