@@ -133,8 +133,13 @@ def test_df_flops_remembers_training_batches_and_ignores_evaluation():
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [({"alpha": 0}, "alpha is 0"), ({"alpha": 1.5}, "alpha is 1.5"), ({"beta": -1}, "beta is -1")]
-    + [({"beta": math.nan}, "beta is nan"), ({"momentum": 1}, "momentum is 1")],
+    [
+        ({"alpha": 0}, "alpha is 0"),
+        ({"alpha": 1.5}, "alpha is 1.5"),
+        ({"beta": -1}, "beta is -1"),
+        ({"beta": math.nan}, "beta is nan"),
+        ({"momentum": 1}, "momentum is 1"),
+    ],
 )
 def test_df_flops_refuses_impossible_settings(settings, named):
     with pytest.raises(ValueError, match=named):

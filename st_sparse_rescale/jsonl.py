@@ -1,0 +1,39 @@
+"""Read JSON Lines files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    r"""Read one JSON object a line, blank lines aside.
+
+    Lines end at ``\n`` only: texts may hold other separators (U+2028), which ``str.splitlines`` would cut at.
+
+    Args:
+        path: A UTF-8 file.
+
+    Yields:
+        The line's number, from 1 on, and its object.
+
+    Raises:
+        ValueError: If a line is no JSON object; the message names the line.
+        OSError: If the file cannot be read.
+    """
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: not valid JSON ({error}).") from error
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"line {number}: found {type(row).__name__}, but each line must be a JSON object "
+                    'such as {"query": "...", "positive": "..."}.'
+                )
+            yield number, row

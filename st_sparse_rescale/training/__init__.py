@@ -1,0 +1,1 @@
+"""Training: data, recipes, callbacks and the entry that puts them together."""
