@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from sentence_transformers.base import BaseModel
+from sentence_transformers.base.model_card import BaseModelCardData
 from sentence_transformers.base.modules import Module, Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 
@@ -101,7 +102,7 @@ class RescaledMLMTransformer(SavedAsStock, Transformer):
             if isinstance(module, SpladePooling) and module.embedding_dimension is None:
                 module.embedding_dimension = self.get_embedding_dimension()
 
-    def before_save(self, model: BaseModel) -> None:
+    def before_save(self, card: BaseModelCardData) -> None:
         """Refuse to save an adapter alone, and put k, strategy, reason and the citation into the model card.
 
         Raises:
@@ -110,12 +111,12 @@ class RescaledMLMTransformer(SavedAsStock, Transformer):
         self._refuse_adapter_without_base()
         if (rescale := recorded_rescale(self.model)) is not None:
             heading = f'MLM-head rescaling (k = {rescale.k:g}, strategy "{rescale.strategy}", reason: {rescale.reason})'
-            model.model_card_data.citations[heading] = CITATION
-            model.model_card_data.add_tags("mlm-head-rescaling")
+            card.citations[heading] = CITATION
+            card.add_tags("mlm-head-rescaling")
 
     def get_embedding_dimension(self) -> int:
-        """The width of the logits: the vocabulary size of the model, rounded up as its decoder is."""
-        return self.model.get_output_embeddings().weight.shape[0]
+        """The width of the logits: the vocabulary size of the model, which may be rounded up from the tokenizer's."""
+        return self.config.vocab_size
 
     def _refuse_adapter_without_base(self) -> None:
         if self.rescaled_here and getattr(self.model, "peft_config", None):

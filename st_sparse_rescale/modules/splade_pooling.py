@@ -1,4 +1,4 @@
-"""The SPLADE pooling of sentence-transformers, safe against infinite logits at padding, with an option to skip [CLS]."""
+"""The SPLADE pooling of sentence-transformers, safe against infinite padding, with an option to skip [CLS]."""
 
 import functools
 from typing import Any, ClassVar, Literal
@@ -84,7 +84,7 @@ class SpladePooling(SavedAsStock, stock.SpladePooling):
         """The pooling, behind the mask if there is one."""
         return [self] if self.mask is None else [self.mask, self]
 
-    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         """Pool the logits of a batch.
 
         Args:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from sentence_transformers.base import BaseModel
+from sentence_transformers.base.model_card import BaseModelCardData
 from sentence_transformers.base.modules import Module
 from torch import nn
 
@@ -34,8 +35,8 @@ class SavedAsStock(Module):
         """The modules that together do in a stock model what this one does; the last one is this module."""
         return [self]
 
-    def before_save(self, model: BaseModel) -> None:
-        """Refuse what could not be loaded again, and tell the model card what there is to tell."""
+    def before_save(self, card: BaseModelCardData) -> None:
+        """Refuse what could not be loaded again, and tell the card of the model what there is to tell."""
 
     def on_model_ready(self, model: BaseModel) -> None:
         """Promote the built model, so that its checkpoints are stock."""
@@ -72,6 +73,7 @@ class StockCheckpoints(BaseModel):
     """Mixin of the class of a promoted model."""
 
     stock_class: ClassVar[type[BaseModel]]
+    model_card_data: BaseModelCardData
 
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Save the model as a stock model; takes the arguments of the stock ``save``."""
@@ -88,7 +90,7 @@ class StockCheckpoints(BaseModel):
     def _before_save(self) -> None:
         for module in self.modules():
             if isinstance(module, SavedAsStock):
-                module.before_save(self)
+                module.before_save(self.model_card_data)
 
 
 class _PromotedMeta(ABCMeta):
@@ -96,12 +98,12 @@ class _PromotedMeta(ABCMeta):
 
 
 @functools.cache
-def _promoted(base: type[BaseModel]) -> type[BaseModel]:
+def _promoted(base: type[BaseModel]) -> Any:
     names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     return _PromotedMeta(base.__name__, (StockCheckpoints, base), {**names, "stock_class": base})
 
 
-copyreg.pickle(_PromotedMeta, lambda promoted: (_promoted, (promoted.stock_class,)))  # type: ignore[arg-type, attr-defined]
+copyreg.pickle(_PromotedMeta, lambda promoted: (_promoted, (promoted.stock_class,)))  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -115,7 +117,7 @@ def _stock_form(model: BaseModel) -> Iterator[None]:
         for sequence, children in sequences.items():
             _set_children(sequence, _with_companions(children))
         for module, own_class in ours.items():
-            module.__class__ = own_class.stock_class
+            module.__class__ = own_class.stock_class  # type: ignore[assignment]
         yield
     finally:
         for module, own_class in ours.items():
