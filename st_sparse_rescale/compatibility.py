@@ -1,5 +1,7 @@
 """The oldest companions that this package works beside."""
 
+from __future__ import annotations
+
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version

@@ -212,6 +212,18 @@ def test_pooling_has_a_gradient_in_evaluation_mode_too() -> None:
     assert features["token_embeddings"].grad.count_nonzero() > 0
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_pooling_is_stock_under_autocast_without_gradients(training: bool) -> None:
+    """As gradient caching runs it first: the second run, with gradients, must find the same numbers."""
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        mine, theirs = (
+            pooling().train(training)(batch(torch.bfloat16))["sentence_embedding"]
+            for pooling in (SpladePooling, stock.SpladePooling)
+        )
+    assert mine.dtype == theirs.dtype
+    assert torch.equal(mine, theirs)
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("strategy", ["max", "sum"])
 @pytest.mark.parametrize("chunk_size", [None, 4])
@@ -319,6 +331,7 @@ def test_bad_k_is_refused_before_anything_is_loaded(k: Any) -> None:
     ("arguments", "message"),
     [
         ({"k": "auto"}, "16 for ModernBERT"),
+        ({"strategy": "both"}, "strategy='both'"),
         ({"k": 2, "calibration_texts": ["water"]}, 'k="auto"'),
         ({"k": 2, "backend": "onnx"}, "backend='onnx'"),
         ({"k": 2, "transformer_task": "feature-extraction"}, "feature-extraction"),

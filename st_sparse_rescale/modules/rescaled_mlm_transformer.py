@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
 
 from sentence_transformers.base import BaseModel
 from sentence_transformers.base.model_card import BaseModelCardData
@@ -13,7 +14,7 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 
 from st_sparse_rescale.modules.stock_checkpoint import SavedAsStock
 from st_sparse_rescale.modules.trained_head import require_trained_head
-from st_sparse_rescale.rescaling import recorded_rescale, rescale_mlm_head, validate_k
+from st_sparse_rescale.rescaling import Strategy, recorded_rescale, rescale_mlm_head, validate_k
 
 CITATION = """\
 @misc{rescaling-mlm-head,
@@ -44,26 +45,29 @@ class RescaledMLMTransformer(SavedAsStock, Transformer):
             ``processor_kwargs``, ``config_kwargs``.
 
     Raises:
-        ValueError: If k is not usable, if the checkpoint records another rescale, or if the task or the backend
-            is another than "fill-mask" and "torch".
+        ValueError: If k or strategy is not usable, if the checkpoint records another rescale, or if the task or the
+            backend is another than "fill-mask" and "torch".
+        TypeError: If k is no number.
         UnsupportedHeadError: If the checkpoint holds no trained MLM head, or one that cannot be rescaled.
 
     Example:
         >>> from sentence_transformers import SparseEncoder
-        >>> transformer = RescaledMLMTransformer("answerdotai/ModernBERT-base", k=16)  # doctest: +SKIP
-        >>> model = SparseEncoder(modules=[transformer, SpladePooling()])  # doctest: +SKIP
-        >>> model.encode(["sparse retrieval"]).shape  # doctest: +SKIP
-        torch.Size([1, 50368])
+        >>> from st_sparse_rescale import RescaledMLMTransformer, SpladePooling
+        >>> from st_sparse_rescale.demo import backbone_path
+        >>> transformer = RescaledMLMTransformer(backbone_path("modernbert-mini"), k=16)
+        >>> model = SparseEncoder(modules=[transformer, SpladePooling()])
+        >>> model.encode(["sparse retrieval"]).shape
+        torch.Size([1, 8192])
     """
 
     stock_class: ClassVar[type[Module]] = Transformer
 
     def __init__(
         self,
-        model_name_or_path: str,
+        model_name_or_path: str | Path,
         *,
         k: float | Literal["auto"] | None = None,
-        strategy: Literal["weight", "norm"] = "weight",
+        strategy: Strategy = "weight",
         calibration_texts: Sequence[str] | None = None,
         **transformer_kwargs: Any,
     ) -> None:
@@ -74,6 +78,8 @@ class RescaledMLMTransformer(SavedAsStock, Transformer):
                 'k="auto" cannot measure a head yet. Give a number; the values of arXiv:2606.18811 are 16 for '
                 "ModernBERT and Ettin, 2 for RoBERTa, and 1 for others."
             )
+        if strategy not in get_args(Strategy):
+            raise ValueError(f'strategy={strategy!r} is unknown: give "weight" or "norm".')
         if calibration_texts is not None:
             raise ValueError(f'calibration_texts are for k="auto", and k is {k!r}: leave one of them out.')
         if (task := transformer_kwargs.setdefault("transformer_task", "fill-mask")) != "fill-mask":
@@ -83,6 +89,7 @@ class RescaledMLMTransformer(SavedAsStock, Transformer):
                 f"backend={backend!r}: the head of an exported graph cannot be rescaled. Rescale with the torch "
                 f"backend, save, and load what is saved with SparseEncoder(..., backend={backend!r})."
             )
+        model_name_or_path = str(model_name_or_path)
         require_trained_head(
             model_name_or_path,
             model_kwargs=transformer_kwargs.get("model_kwargs"),

@@ -1,5 +1,7 @@
 """The SPLADE pooling of sentence-transformers, safe against infinite padding, with an option to skip [CLS]."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any, ClassVar, Literal
 
@@ -121,7 +123,7 @@ class SpladePooling(SavedAsStock, stock.SpladePooling):
         """Pool (batch, positions, vocabulary) to (batch, vocabulary); ``padding`` is (batch, positions, 1)."""
         scores = logits.masked_fill(padding, 0.0).relu_()
         for _ in range(2 if self.activation_function == "log1p_relu" else 1):
-            scores = scores.log1p() if scores.requires_grad else scores.log1p_()
+            scores = scores.log1p() if self.training or scores.requires_grad else scores.log1p_()
         return scores.max(dim=1).values if self.pooling_strategy == "max" else scores.sum(dim=1)
 
     def _combine(self, pooled: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,8 @@ sentence-transformers writes down the classes that it finds, so the model and ou
 classes for the time of a save. Every file is then written by stock code, at once, and no foreign name is ever on disk.
 """
 
+from __future__ import annotations
+
 import copyreg
 import functools
 from abc import ABCMeta
@@ -108,7 +110,10 @@ copyreg.pickle(_PromotedMeta, lambda promoted: (_promoted, (promoted.stock_class
 
 @contextmanager
 def _stock_form(model: BaseModel) -> Iterator[None]:
-    """Give the model and our modules their stock classes, and our modules their stock companions, for a while."""
+    """Give the model and our modules their stock classes, and our modules their stock companions, for a while.
+
+    The model encodes as before meanwhile, but do not encode with it in another thread while its modules change hands.
+    """
     ours = {module: type(module) for module in model.modules() if isinstance(module, SavedAsStock | StockCheckpoints)}
     sequences = {
         module: dict(module.named_children()) for module in model.modules() if isinstance(module, nn.Sequential)

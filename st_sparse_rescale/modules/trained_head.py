@@ -61,9 +61,9 @@ def require_trained_head(
         ) from error
     if missing := _missing_from_head(model, report):
         raise UnsupportedHeadError(
-            f"{name!r} holds no trained MLM head: {', '.join(missing)} would be newly initialised at random. It seems "
-            "to be an encoder or a dense model; pass the masked language model that it was made from. (A missing "
-            "decoder weight alone is no fault where it is tied to the input embeddings.)"
+            f"{name!r} holds no trained MLM head: {', '.join(missing)} would be newly initialised at random. Pass a "
+            "complete masked language model; for an encoder or a dense model, the one that it was made from. (A "
+            "missing decoder weight is no fault where it is tied to the input embeddings.)"
         )
 
 
