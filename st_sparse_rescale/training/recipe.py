@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009 - the settings are declared by a function that returns dataclasses.field
 """A recipe: every setting of a training, in one small readable file."""
 
 from __future__ import annotations
@@ -91,8 +92,12 @@ def _or_none(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
 
-def _about(meaning: str, check: Check) -> dict[str, Any]:
-    return {"meaning": meaning, "check": check}
+def _setting(default: Any, meaning: str, check: Check) -> Any:
+    """Declare a setting; this is ``dataclasses.field`` with the two things that every setting has."""
+    metadata = {"meaning": meaning, "check": check}
+    return (
+        field(default_factory=dict, metadata=metadata) if default == {} else field(default=default, metadata=metadata)
+    )
 
 
 @dataclass(frozen=True)
@@ -115,91 +120,56 @@ class Recipe:
         st_sparse_rescale.training.recipe.RecipeError: unknown setting 'batchsize': did you mean 'batch_size'?
     """
 
-    model: str | None = field(
-        default=None, metadata=_about("checkpoint to train: a folder or a hub name", _or_none(_text))
+    model: str | None = _setting(None, "checkpoint to train: a folder or a hub name", _or_none(_text))
+    train: str | None = _setting(None, "training data: a file or a hub name", _or_none(_text))
+    eval: str | None = _setting(None, "evaluation data: a BEIR folder or nanobeir", _or_none(_text))
+
+    k: float | str | dict[str, float | str] | None = _setting(
+        None, "divisor of the head's logits, or one for each model_type", _or_none(_k)
     )
-    train: str | None = field(default=None, metadata=_about("training data: a file or a hub name", _or_none(_text)))
-    eval: str | None = field(
-        default=None, metadata=_about("evaluation data: a BEIR folder or nanobeir", _or_none(_text))
+    k_source: str | None = _setting(None, "where k came from", _or_none(_text))
+    strategy: Literal["weight", "norm"] = _setting("weight", "how k is applied", _choice("weight", "norm"))
+    max_seq_length: int = _setting(256, "tokens a text, in training and in use", _integer(1))
+    trust_remote_code: bool = _setting(False, "run the checkpoint's own code", _flag)
+
+    columns: dict[str, str] = _setting({}, "role to column name, where they differ", _names)
+    num_negatives: int | None = _setting(None, "negatives kept a row; all if null", _or_none(_integer(0)))
+
+    loss: Literal["contrastive", "margin_mse", "kl_div"] = _setting(
+        "contrastive", "ranking loss", _choice("contrastive", "margin_mse", "kl_div")
+    )
+    scale: float = _setting(1.0, "contrastive: factor on dot products, 1 / temperature", _number(above=0))
+    temperature: float = _setting(1.0, "kl_div: divisor of both sides' scores", _number(above=0))
+    teacher_scale: float = _setting(1.0, "factor on teacher scores, into the student's unit", _number(above=0))
+
+    regularizer: Literal["flops", "l1", "df_flops"] = _setting(
+        "flops", "sparsity penalty of both sides", _choice("flops", "l1", "df_flops")
+    )
+    document_regularizer_weight: float = _setting(3e-5, "its weight for documents", _number(at_least=0))
+    query_regularizer_weight: float = _setting(5e-5, "its weight for queries", _number(at_least=0))
+    joint_flops_weight: float = _setting(0.0, "weight of the joint query-document FLOPS", _number(at_least=0))
+    regularizer_warmup: float = _setting(
+        1 / 3, "share of the steps in which the weights rise from 0, quadratically", _number(above=0, at_most=1)
     )
 
-    k: float | str | dict[str, float | str] | None = field(
-        default=None, metadata=_about("divisor of the head's logits, or one for each model_type", _or_none(_k))
+    epochs: float = _setting(1.0, "passes over the data", _number(above=0))
+    max_steps: int | None = _setting(None, "optimiser steps, instead of epochs", _or_none(_integer(1)))
+    batch_size: int = _setting(32, "rows a process and batch", _integer(1))
+    mini_batch_size: int | None = _setting(None, "texts in memory at once (GradCache)", _or_none(_integer(1)))
+    gradient_accumulation: int = _setting(1, "batches a step, each with its own negatives", _integer(1))
+    learning_rate: float = _setting(2e-5, "AdamW's, at its peak", _number(above=0))
+    warmup: float = _setting(0.1, "share of the steps in which it rises from 0", _number(at_least=0, at_most=0.9))
+    weight_decay: float = _setting(0.01, "AdamW's", _number(at_least=0))
+    max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm", _number(above=0))
+    precision: Literal["auto", "bf16", "fp32"] = _setting(
+        "auto", "arithmetic; auto is bf16 where the GPU has it", _choice("auto", "bf16", "fp32")
     )
-    k_source: str | None = field(default=None, metadata=_about("where k came from", _or_none(_text)))
-    strategy: Literal["weight", "norm"] = field(
-        default="weight", metadata=_about("how k is applied", _choice("weight", "norm"))
-    )
-    max_seq_length: int = field(default=256, metadata=_about("tokens a text, in training and in use", _integer(1)))
-    trust_remote_code: bool = field(default=False, metadata=_about("run the checkpoint's own code", _flag))
+    seed: int = _setting(42, "of shuffling and dropout", _integer(0))
 
-    columns: dict[str, str] = field(
-        default_factory=dict, metadata=_about("role to column name, where they differ", _names)
-    )
-    num_negatives: int | None = field(
-        default=None, metadata=_about("negatives kept a row; all if null", _or_none(_integer(0)))
-    )
-
-    loss: Literal["contrastive", "margin_mse", "kl_div"] = field(
-        default="contrastive", metadata=_about("ranking loss", _choice("contrastive", "margin_mse", "kl_div"))
-    )
-    scale: float = field(
-        default=1.0, metadata=_about("contrastive: factor on dot products, 1 / temperature", _number(above=0))
-    )
-    temperature: float = field(default=1.0, metadata=_about("kl_div: divisor of both sides' scores", _number(above=0)))
-    teacher_scale: float = field(
-        default=1.0, metadata=_about("factor on teacher scores, into the student's unit", _number(above=0))
-    )
-
-    regularizer: Literal["flops", "l1", "df_flops"] = field(
-        default="flops", metadata=_about("sparsity penalty of both sides", _choice("flops", "l1", "df_flops"))
-    )
-    document_regularizer_weight: float = field(
-        default=3e-5, metadata=_about("its weight for documents", _number(at_least=0))
-    )
-    query_regularizer_weight: float = field(
-        default=5e-5, metadata=_about("its weight for queries", _number(at_least=0))
-    )
-    joint_flops_weight: float = field(
-        default=0.0, metadata=_about("weight of the joint query-document FLOPS", _number(at_least=0))
-    )
-    regularizer_warmup: float = field(
-        default=1 / 3,
-        metadata=_about(
-            "share of the steps in which the weights rise quadratically from 0", _number(above=0, at_most=1)
-        ),
-    )
-
-    epochs: float = field(default=1.0, metadata=_about("passes over the data", _number(above=0)))
-    max_steps: int | None = field(
-        default=None, metadata=_about("optimiser steps, instead of epochs", _or_none(_integer(1)))
-    )
-    batch_size: int = field(default=32, metadata=_about("queries a process and step", _integer(1)))
-    mini_batch_size: int | None = field(
-        default=None, metadata=_about("texts in memory at once (GradCache); all if null", _or_none(_integer(1)))
-    )
-    gradient_accumulation: int = field(
-        default=1, metadata=_about("batches a step, each with its own negatives", _integer(1))
-    )
-    learning_rate: float = field(default=2e-5, metadata=_about("AdamW's, at its peak", _number(above=0)))
-    warmup: float = field(
-        default=0.1,
-        metadata=_about("share of the steps in which it rises; then linear decay", _number(at_least=0, at_most=0.9)),
-    )
-    weight_decay: float = field(default=0.01, metadata=_about("AdamW's", _number(at_least=0)))
-    max_grad_norm: float = field(default=1.0, metadata=_about("gradients are clipped to this norm", _number(above=0)))
-    precision: Literal["auto", "bf16", "fp32"] = field(
-        default="auto",
-        metadata=_about("arithmetic; auto is bf16 where the GPU has it", _choice("auto", "bf16", "fp32")),
-    )
-    seed: int = field(default=42, metadata=_about("of shuffling and dropout", _integer(0)))
-
-    logging_steps: int = field(default=50, metadata=_about("steps between two log lines", _integer(1)))
-    save_steps: int = field(default=500, metadata=_about("steps between two checkpoints, each evaluated", _integer(1)))
-    save_total_limit: int = field(default=2, metadata=_about("checkpoints kept", _integer(1)))
-    guard_patience: int = field(
-        default=50, metadata=_about("collapsed steps in a row before training stops", _integer(1))
-    )
+    logging_steps: int = _setting(50, "steps between two log lines", _integer(1))
+    save_steps: int = _setting(500, "steps between two checkpoints, each evaluated", _integer(1))
+    save_total_limit: int = _setting(3, "checkpoints kept", _integer(1))
+    guard_patience: int = _setting(50, "collapsed steps in a row before training stops", _integer(1))
 
     def __post_init__(self) -> None:
         for setting in dataclasses.fields(self):
@@ -278,18 +248,16 @@ class Recipe:
         precision = self.precision
         if precision == "auto":
             precision = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
-        k, source = self._k_for(config)
-        return self.override(k=k, k_source=source, precision=precision)
+        return self.override(precision=precision, **self._k_for(config))
 
-    def _k_for(self, config: PretrainedConfig) -> tuple[float | str, str]:
+    def _k_for(self, config: PretrainedConfig) -> dict[str, Any]:
         if self.k is not None and not isinstance(self.k, dict):
-            return self.k, self.k_source or "given"
-        recorded = recorded_rescale(config)
-        if recorded is not None:
-            return recorded.k, "recorded in the checkpoint"
+            return {"k": self.k, "k_source": self.k_source or "given"}
+        if (recorded := recorded_rescale(config)) is not None:
+            return {"k": recorded.k, "strategy": recorded.strategy, "k_source": "recorded in the checkpoint"}
         by_type = self.k or {}
         if config.model_type in by_type:
-            return by_type[config.model_type], f"the recipe's for model_type {config.model_type}"
+            return {"k": by_type[config.model_type], "k_source": f"the recipe's for model_type {config.model_type}"}
         raise RecipeError(
             f"no k is known for model_type {config.model_type!r}: give k (--k). 1 leaves the head as it is; "
             f"one with very large logits needs more. The recipe knows {', '.join(by_type) or 'no model_type'}."
@@ -308,12 +276,14 @@ class Recipe:
         return [f"{name} {mine!r} against {theirs!r}" for name, mine, theirs in pairs if mine != theirs]
 
     def save(self, path: str | Path) -> None:
-        """Write the recipe as YAML.
+        """Write the recipe as YAML, whole or not at all.
 
         Args:
             path: The file.
         """
-        Path(path).write_text(yaml.safe_dump(dataclasses.asdict(self), sort_keys=False), encoding="utf-8")
+        partial = Path(f"{path}.partial")
+        partial.write_text(yaml.safe_dump(dataclasses.asdict(self), sort_keys=False), encoding="utf-8")
+        partial.replace(path)
 
     def table(self) -> Table:
         """Return every setting with its value and meaning, for printing with rich."""

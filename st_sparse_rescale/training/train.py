@@ -1,0 +1,337 @@
+"""Train a rescaled SPLADE model from a recipe."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
+from sentence_transformers.base.evaluation import BaseEvaluator
+from sentence_transformers.base.sampler import BatchSamplers
+from sentence_transformers.sparse_encoder.callbacks import SpladeRegularizerWeightSchedulerCallback
+from torch import nn
+from transformers import AutoConfig, TrainerCallback
+
+from st_sparse_rescale.evaluation.beir import load_evaluator
+from st_sparse_rescale.jsonl import read_jsonl
+from st_sparse_rescale.losses import (
+    CachedSpladeLoss,
+    DFFlopsLoss,
+    FlopsLoss,
+    JointFlopsLoss,
+    L1Loss,
+    SparseDistillKLDivLoss,
+    SparseMarginMSELoss,
+    SparseMultipleNegativesRankingLoss,
+    SpladeLoss,
+)
+from st_sparse_rescale.modules import RescaledMLMTransformer, SpladePooling
+from st_sparse_rescale.training.callbacks import CollapseError, CollapseGuard, JointFlopsScheduler
+from st_sparse_rescale.training.data import DataError, TeacherScores, load_training_data, teacher_scale_warning
+from st_sparse_rescale.training.recipe import Recipe, RecipeError
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"  # in the output folder
+TEACHER_SCORES: dict[str, TeacherScores] = {"contrastive": "none", "margin_mse": "margins", "kl_div": "scores"}
+REGULARIZERS = {"flops": FlopsLoss, "l1": L1Loss, "df_flops": DFFlopsLoss}
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A finished training.
+
+    Attributes:
+        model: The trained model.
+        folder: Where it is saved; it loads with ``SparseEncoder(folder)``.
+        recipe: The resolved recipe.
+        history: One record for each log line: step, loss and its parts, active dimensions, evaluation metrics.
+    """
+
+    model: SparseEncoder
+    folder: Path
+    recipe: Recipe
+    history: list[dict[str, Any]]
+
+
+def train(
+    recipe: Recipe,
+    output_dir: str | Path,
+    *,
+    train_dataset: Dataset | None = None,
+    evaluator: BaseEvaluator | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> TrainResult:
+    """Train a SPLADE model, or go on where an earlier, killed call with the same recipe stopped.
+
+    The output folder receives ``recipe.yaml`` (resolved), ``checkpoints/`` and, once training is complete, ``model/``
+    with the final model, the recipe and ``training_log.jsonl``. The model is the one of the last step: early steps,
+    when the regularisers are still weak, often retrieve better with far denser vectors, so the best nDCG would choose
+    against sparsity.
+
+    Every process of a ``torchrun`` or ``accelerate launch`` calls this function alike.
+
+    Args:
+        recipe: All settings; ``model`` must be set, and ``train`` unless a dataset is given.
+        output_dir: An empty or new folder, or one of the same recipe.
+        train_dataset: Instead of ``recipe.train``; the same columns and checks.
+        evaluator: Instead of ``recipe.eval``; runs at every checkpoint.
+        callbacks: Added to the trainer's.
+
+    Returns:
+        The trained model, its folder and its history.
+
+    Raises:
+        RecipeError: If the recipe lacks a model, training data or k, or the output folder holds another run.
+        DataError: If the training data cannot be trained on.
+        CollapseError: If the model collapsed; a checkpoint is saved.
+        ValueError: If the checkpoint has no head that can be rescaled, or the output folder cannot be written.
+
+    Example::
+
+        from st_sparse_rescale.training import Recipe, train
+
+        recipe = Recipe.load("paper", model="answerdotai/ModernBERT-base", train="triplets.jsonl", k=16)
+        result = train(recipe, "my-splade")
+        result.model.encode(["sparse retrieval"])
+    """
+    recipe = resolve(recipe)
+    output = Path(output_dir)
+    args = _arguments(recipe, output, evaluate=evaluator is not None or recipe.eval is not None)
+    with args.main_process_first(local=False, desc="claiming the output folder"):
+        _claim(output, recipe)
+    finished = output / "model"
+    if finished.exists():
+        logger.warning("%s holds the finished model of this recipe: it is returned as it is.", finished)
+        history = [row for _, row in read_jsonl(finished / "training_log.jsonl")]
+        return TrainResult(SparseEncoder(str(finished)), finished, recipe, history)
+
+    dataset = _dataset(recipe, train_dataset, processes=args.world_size)
+    if evaluator is None and recipe.eval is not None:
+        evaluator = load_evaluator(recipe.eval, batch_size=recipe.batch_size)
+
+    model = build_model(recipe)
+    if recipe.loss != "contrastive" and args.should_log and (warning := teacher_scale_warning(model, dataset)):
+        logger.warning(warning)
+    loss = build_loss(recipe, model)
+    guard = CollapseGuard(
+        loss, patience=recipe.guard_patience, dense_after=recipe.regularizer_warmup, k=_plain(recipe.k)
+    )
+    schedules: list[TrainerCallback] = [
+        SpladeRegularizerWeightSchedulerCallback(loss, "quadratic", recipe.regularizer_warmup)
+    ]
+    if isinstance(loss.loss, JointFlopsLoss):
+        schedules.append(JointFlopsScheduler(loss.loss, recipe.regularizer_warmup))
+    trainer = SparseEncoderTrainer(
+        model=model,
+        args=args,
+        train_dataset=dataset,
+        loss=loss,
+        evaluator=evaluator,
+        callbacks=[*schedules, guard, *callbacks],
+    )
+    checkpoint = last_complete_checkpoint(output / CHECKPOINTS)
+    if checkpoint is not None:
+        logger.info("Going on from %s.", checkpoint)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if guard.message is not None:
+        raise CollapseError(f"{guard.message} Checkpoints are in {output / CHECKPOINTS}.")
+    if args.should_save:
+        _save(model, finished, recipe, trainer.state.log_history)
+    trainer.accelerator.wait_for_everyone()
+    return TrainResult(model, finished, recipe, trainer.state.log_history)
+
+
+def resolve(recipe: Recipe) -> Recipe:
+    """Settle what a recipe leaves to the checkpoint and the machine, without loading any weights.
+
+    Args:
+        recipe: A recipe with a model.
+
+    Returns:
+        The recipe with plain numbers; resolving it again changes nothing.
+
+    Raises:
+        RecipeError: If there is no model, its configuration cannot be read, or no k is known for it.
+    """
+    if recipe.model is None:
+        raise RecipeError("the recipe names no model: give a checkpoint (--model), a folder or a hub name.")
+    try:
+        config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=recipe.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"the model {recipe.model!r} cannot be loaded: {error}") from error
+    return recipe.resolved(config)
+
+
+def build_model(recipe: Recipe) -> SparseEncoder:
+    """Build the untrained model of a resolved recipe: the rescaled masked LM and SPLADE's max pooling.
+
+    Args:
+        recipe: A resolved recipe.
+
+    Returns:
+        A model in float32 (bf16 training keeps its weights in float32), compared by dot product.
+    """
+    trust = {"trust_remote_code": recipe.trust_remote_code}
+    transformer = RescaledMLMTransformer(
+        str(recipe.model),
+        k=_plain(recipe.k),
+        strategy=recipe.strategy,
+        max_seq_length=recipe.max_seq_length,
+        model_kwargs={"dtype": "float32", **trust},
+        processor_kwargs=dict(trust),
+        config_kwargs=dict(trust),
+    )
+    return SparseEncoder(modules=[transformer, SpladePooling()], similarity_fn_name="dot")
+
+
+def build_loss(recipe: Recipe, model: SparseEncoder) -> SpladeLoss:
+    """Build the loss of a recipe.
+
+    Args:
+        recipe: A recipe.
+        model: The model to train.
+
+    Returns:
+        A ``SpladeLoss`` (a ``CachedSpladeLoss`` with ``mini_batch_size``), both sides regularised.
+    """
+    ranking: nn.Module
+    if recipe.loss == "contrastive":
+        ranking = SparseMultipleNegativesRankingLoss(model, scale=recipe.scale, gather_across_devices=True)
+    elif recipe.loss == "margin_mse":
+        ranking = SparseMarginMSELoss(model)
+    else:
+        ranking = SparseDistillKLDivLoss(model, temperature=recipe.temperature)
+    if recipe.joint_flops_weight:
+        ranking = JointFlopsLoss(model, ranking, recipe.joint_flops_weight)
+    regularizer = REGULARIZERS[recipe.regularizer]
+    settings: dict[str, Any] = {
+        "document_regularizer_weight": recipe.document_regularizer_weight,
+        "query_regularizer_weight": recipe.query_regularizer_weight,
+        "document_regularizer": regularizer(model),
+        "query_regularizer": regularizer(model),
+    }
+    if recipe.mini_batch_size is not None:
+        return CachedSpladeLoss(model, ranking, **settings, mini_batch_size=recipe.mini_batch_size)
+    return SpladeLoss(model, ranking, **settings)
+
+
+def last_complete_checkpoint(folder: str | Path) -> Path | None:
+    """Find the newest checkpoint that was written to its end.
+
+    The trainer writes ``trainer_state.json`` last, so a checkpoint that was being written when its process was killed
+    has none, or one that is cut off.
+
+    Args:
+        folder: Holds ``checkpoint-STEP`` folders; it need not exist.
+
+    Returns:
+        The checkpoint's folder, or None if there is none.
+    """
+    matches = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(folder).glob("*"))
+    found = {int(match[1]): Path(folder) / match[0] for match in matches if match}
+    for step in sorted(found, reverse=True):
+        try:
+            state = json.loads((found[step] / "trainer_state.json").read_bytes())
+        except (OSError, ValueError):
+            logger.warning("%s is incomplete and is passed over.", found[step])
+            continue
+        if state.get("global_step") == step:
+            return found[step]
+    return None
+
+
+def _arguments(recipe: Recipe, output: Path, evaluate: bool) -> SparseEncoderTrainingArguments:
+    contrastive = recipe.loss == "contrastive"
+    return SparseEncoderTrainingArguments(
+        output_dir=str(output / CHECKPOINTS),
+        num_train_epochs=recipe.epochs,
+        max_steps=recipe.max_steps or -1,
+        per_device_train_batch_size=recipe.batch_size,
+        gradient_accumulation_steps=recipe.gradient_accumulation,
+        # Two copies of one document in a batch would be each other's negatives.
+        batch_sampler=BatchSamplers.NO_DUPLICATES if contrastive else BatchSamplers.BATCH_SAMPLER,
+        learning_rate=recipe.learning_rate,
+        warmup_steps=recipe.warmup,
+        weight_decay=recipe.weight_decay,
+        max_grad_norm=recipe.max_grad_norm,
+        bf16=recipe.precision == "bf16",
+        seed=recipe.seed,
+        logging_steps=recipe.logging_steps,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        save_steps=recipe.save_steps,
+        save_total_limit=recipe.save_total_limit,
+        eval_strategy="steps" if evaluate else "no",
+        eval_steps=recipe.save_steps,
+        report_to="none",
+    )
+
+
+def _claim(output: Path, recipe: Recipe) -> None:
+    """Take an empty folder, or the one of a run with this very recipe."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"the output folder {output} cannot be written ({error.strerror}): choose another (--output)."
+        ) from error
+    saved = output / "recipe.yaml"
+    if saved.exists():
+        if differences := Recipe.load(saved).differences(recipe):
+            raise RecipeError(
+                f"{output} holds a run with another recipe ({', '.join(differences)}): "
+                "choose another folder (--output), or delete this one."
+            )
+    elif any(output.iterdir()):
+        raise RecipeError(f"{output} is not empty and holds no run: choose another folder (--output).")
+    else:
+        recipe.save(saved)
+
+
+def _dataset(recipe: Recipe, given: Dataset | None, processes: int) -> Dataset:
+    source = recipe.train if given is None else given
+    if source is None:
+        raise RecipeError("the recipe names no training data: give a file or a hub name (--train).")
+    dataset = load_training_data(
+        source,
+        columns=recipe.columns,
+        num_negatives=recipe.num_negatives,
+        teacher_scores=TEACHER_SCORES[recipe.loss],
+        teacher_scale=recipe.teacher_scale,
+    )
+    needed = processes * recipe.batch_size if processes > 1 else 2
+    if len(dataset) < needed:
+        raise DataError(
+            f"the training data hold {len(dataset)} rows, but {processes} processes with a batch_size of "
+            f"{recipe.batch_size} need {needed}: lower batch_size, or train on more."
+        )
+    return dataset
+
+
+def _save(model: SparseEncoder, folder: Path, recipe: Recipe, history: list[dict[str, Any]]) -> None:
+    """Save beside and rename, so that the folder is whole or absent."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(str(partial))
+    recipe.save(partial / "recipe.yaml")
+    with open(partial / "training_log.jsonl", "w", encoding="utf-8") as log:
+        log.writelines(json.dumps(record) + "\n" for record in history)
+    os.replace(partial, folder)
+
+
+def _plain(k: Any) -> Any:
+    if isinstance(k, dict):
+        raise RecipeError("the recipe holds a k for each model_type: resolve it first.")
+    return k
