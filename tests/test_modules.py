@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -467,6 +469,20 @@ def test_old_companions_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(ImportError, match=r"sentence-transformers>=6\.0, found (5\.5\.1|none)") as error:
         compatibility.require_companions()
     assert "\n" not in str(error.value)
+
+
+def test_old_companions_are_refused_before_they_are_imported() -> None:
+    script = (
+        "import importlib.metadata as metadata, sys\n"
+        "metadata.version = lambda package: '5.1.0'\n"
+        "try:\n    import st_sparse_rescale\n"
+        "except ImportError as error:\n    print(error)\n"
+        "print([name for name in ('torch', 'transformers', 'sentence_transformers') if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    line, imported = output.splitlines()
+    assert line.startswith("st-sparse-rescale needs sentence-transformers>=6.0, found 5.1.0: pip install -U")
+    assert imported == "[]"
 
 
 def test_public_names() -> None:
