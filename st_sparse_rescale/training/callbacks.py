@@ -199,15 +199,13 @@ class CollapseGuard(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the active dimensions since the last log line to the logs and to the trainer's history."""
+        """Add the mean active dimensions since the last log line, and bring the history up to the logs."""
         if logs is None or "loss" not in logs or math.isnan(self._since_log.query_dims):
             return
-        dims = {
-            "query_active_dims": round(self._since_log.query_dims, 1),
-            "document_active_dims": round(self._since_log.document_dims, 1),
-        }
-        logs.update(dims)
-        state.log_history[-1].update(dims)
+        logs["query_active_dims"] = round(self._since_log.query_dims, 1)
+        logs["document_active_dims"] = round(self._since_log.document_dims, 1)
+        # The trainer wrote its history before any callback could add to the logs.
+        state.log_history[-1].update(logs)
         self._since_log = _Statistics()
 
     def _diagnose(self, symptom: str, step: _Statistics, state: TrainerState) -> str:
@@ -226,14 +224,14 @@ class CollapseGuard(TrainerCallback):
             side = "query" if step.query_dims == 0 else "document"
             name, weight = weights[side]
             return (
-                begin + f"all {_plural(side)} were all zero, so nothing can be learnt or retrieved. "
+                begin + f"the {_plural(side)} were all zero, so nothing can be learnt or retrieved. "
                 f"Lower {name} (now {weight or 0:g}); if it is low already, lower learning_rate or raise {k}."
             )
         side = "query" if step.query_dims >= self.dense_share * self._vocabulary else "document"
         name, weight = weights[side]
         dims = step.query_dims if side == "query" else step.document_dims
         return (
-            begin + f"{_plural(side)} had {dims:.0f} of {self._vocabulary} dimensions active. "
+            begin + f"the {_plural(side)} had {dims:.0f} of {self._vocabulary} dimensions active. "
             f"Raise {name} (now {weight or 0:g}), or {k}, if the scores are very large, too."
         )
 

@@ -152,7 +152,7 @@ class Recipe:
         1 / 3, "share of the steps in which the weights rise from 0, quadratically", _number(above=0, at_most=1)
     )
 
-    epochs: float = _setting(1.0, "passes over the data", _number(above=0))
+    epochs: float | None = _setting(None, "passes over the data; 1 without max_steps", _or_none(_number(above=0)))
     max_steps: int | None = _setting(None, "optimiser steps, instead of epochs", _or_none(_integer(1)))
     batch_size: int = _setting(32, "rows a process and batch", _integer(1))
     mini_batch_size: int | None = _setting(None, "texts in memory at once (GradCache)", _or_none(_integer(1)))
@@ -181,6 +181,8 @@ class Recipe:
                     raise RecipeError(str(error)) from error
                 raise RecipeError(f"{setting.name} is {value!r}, but must be {error}.") from error
             object.__setattr__(self, setting.name, checked)
+        if self.epochs is not None and self.max_steps is not None:
+            raise RecipeError(f"epochs is {self.epochs:g} and max_steps {self.max_steps}: leave one of them out.")
 
     @classmethod
     def load(cls, source: str | Path, **overrides: Any) -> Recipe:
@@ -212,7 +214,7 @@ class Recipe:
         return cls().override(**settings).override(**overrides)
 
     def override(self, **changes: Any) -> Recipe:
-        """Return this recipe with some settings replaced.
+        """Return this recipe with some settings replaced; epochs replaces max_steps, and the other way round.
 
         Args:
             **changes: Setting to new value.
@@ -229,6 +231,9 @@ class Recipe:
                 near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
                 hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(known)}."
                 raise RecipeError(f"unknown setting {name!r}: {hint}")
+        for length, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
+            if changes.get(length) is not None:
+                changes.setdefault(other, None)
         return dataclasses.replace(self, **changes)
 
     def resolved(self, config: PretrainedConfig) -> Recipe:
@@ -248,7 +253,8 @@ class Recipe:
         precision = self.precision
         if precision == "auto":
             precision = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
-        return self.override(precision=precision, **self._k_for(config))
+        epochs = 1.0 if self.max_steps is None and self.epochs is None else self.epochs
+        return dataclasses.replace(self, precision=precision, epochs=epochs, **self._k_for(config))
 
     def _k_for(self, config: PretrainedConfig) -> dict[str, Any]:
         if self.k is not None and not isinstance(self.k, dict):

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from datasets import Dataset
 from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
 from sentence_transformers.base.evaluation import BaseEvaluator
 from sentence_transformers.base.sampler import BatchSamplers
 from sentence_transformers.sparse_encoder.callbacks import SpladeRegularizerWeightSchedulerCallback
+from sentence_transformers.util import get_device_name
 from torch import nn
 from transformers import AutoConfig, TrainerCallback
 
@@ -142,6 +145,8 @@ def train(
     checkpoint = last_complete_checkpoint(output / CHECKPOINTS)
     if checkpoint is not None:
         logger.info("Going on from %s.", checkpoint)
+    rows_a_step = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+    logger.info("Training on %d rows, %d a step.", len(dataset), rows_a_step)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if guard.message is not None:
         raise CollapseError(f"{guard.message} Checkpoints are in {output / CHECKPOINTS}.")
@@ -168,7 +173,8 @@ def resolve(recipe: Recipe) -> Recipe:
     try:
         config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=recipe.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"the model {recipe.model!r} cannot be loaded: {error}") from error
+        absent = "" if Path(recipe.model).exists() else "it is no folder, and "
+        raise RecipeError(f"the model {recipe.model!r} cannot be loaded: {absent}{error}") from error
     return recipe.resolved(config)
 
 
@@ -206,7 +212,8 @@ def build_loss(recipe: Recipe, model: SparseEncoder) -> SpladeLoss:
     """
     ranking: nn.Module
     if recipe.loss == "contrastive":
-        ranking = SparseMultipleNegativesRankingLoss(model, scale=recipe.scale, gather_across_devices=True)
+        several = dist.is_available() and dist.is_initialized()
+        ranking = SparseMultipleNegativesRankingLoss(model, scale=recipe.scale, gather_across_devices=several)
     elif recipe.loss == "margin_mse":
         ranking = SparseMarginMSELoss(model)
     else:
@@ -254,7 +261,7 @@ def _arguments(recipe: Recipe, output: Path, evaluate: bool) -> SparseEncoderTra
     contrastive = recipe.loss == "contrastive"
     return SparseEncoderTrainingArguments(
         output_dir=str(output / CHECKPOINTS),
-        num_train_epochs=recipe.epochs,
+        num_train_epochs=recipe.epochs or 1,
         max_steps=recipe.max_steps or -1,
         per_device_train_batch_size=recipe.batch_size,
         gradient_accumulation_steps=recipe.gradient_accumulation,
@@ -265,6 +272,7 @@ def _arguments(recipe: Recipe, output: Path, evaluate: bool) -> SparseEncoderTra
         weight_decay=recipe.weight_decay,
         max_grad_norm=recipe.max_grad_norm,
         bf16=recipe.precision == "bf16",
+        use_cpu=get_device_name() == "cpu",  # bf16 on a CPU wants to be asked for
         seed=recipe.seed,
         logging_steps=recipe.logging_steps,
         logging_first_step=True,
@@ -273,6 +281,7 @@ def _arguments(recipe: Recipe, output: Path, evaluate: bool) -> SparseEncoderTra
         save_total_limit=recipe.save_total_limit,
         eval_strategy="steps" if evaluate else "no",
         eval_steps=recipe.save_steps,
+        dataloader_pin_memory=torch.cuda.is_available(),
         report_to="none",
     )
 

@@ -1,0 +1,121 @@
+"""The command line: every command calls one function of the package."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+
+# Under torchrun and accelerate every process runs the same command; one of them speaks.
+console = Console(quiet=os.environ.get("RANK", "0") != "0")
+errors = Console(stderr=True, quiet=console.quiet)
+
+
+@app.callback()
+def main() -> None:
+    """Rescale the MLM head of a masked language model and train it as a SPLADE retriever."""
+
+
+@app.command()
+def train(
+    model: Annotated[str | None, typer.Option(help="Checkpoint to train: a folder or a hub name.")] = None,
+    train: Annotated[str | None, typer.Option(help="Training data: .jsonl, .csv, .parquet or a hub name.")] = None,
+    k: Annotated[str | None, typer.Option(help="Divisor of the head's logits; 1 leaves the head alone.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="How k is applied: weight or norm.")] = None,
+    eval: Annotated[str | None, typer.Option(help="Evaluation data: a BEIR folder, or nanobeir.")] = None,
+    config: Annotated[str, typer.Option(help="Recipe: paper, distil or a YAML file.")] = "paper",
+    output: Annotated[Path, typer.Option(help="Folder for recipe, checkpoints and model.")] = Path("splade-out"),
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Optimiser steps, instead of epochs.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows a process and batch.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    save_steps: Annotated[int | None, typer.Option(help="Steps between two checkpoints.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of shuffling and dropout.")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="Any setting of the recipe, as name=value; repeatable.")
+    ] = None,
+    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+) -> None:
+    """Train a SPLADE model, or go on with a killed training: the same command again resumes it.
+
+    Flags replace the recipe's settings. The resolved recipe is printed and saved with the model.
+    """
+    from st_sparse_rescale.training import Recipe
+    from st_sparse_rescale.training import train as run
+    from st_sparse_rescale.training.train import resolve
+
+    with _one_message(debug):
+        _show_log()
+        flags = {
+            "model": model,
+            "train": train,
+            "k": _number(k),
+            "strategy": strategy,
+            "eval": eval,
+            "epochs": epochs,
+            "max_steps": max_steps,
+            "batch_size": batch_size,
+            "learning_rate": learning_rate,
+            "save_steps": save_steps,
+            "seed": seed,
+        }
+        given = {name: value for name, value in flags.items() if value is not None}
+        recipe = resolve(Recipe.load(config, **given).override(**_settings(setting or [])))
+        console.print(recipe.table())
+        result = run(recipe, output)
+        console.print(f"Saved. Load it with SparseEncoder({str(result.folder)!r}).")
+
+
+def _settings(texts: list[str]) -> dict[str, Any]:
+    """Parse name=value, where the value is written as in a recipe."""
+    settings = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise ValueError(f"--set {text} must be written name=value, such as --set scale=20.")
+        settings[name.strip()] = yaml.safe_load(value)
+    return settings
+
+
+def _number(text: str | None) -> float | str | None:
+    try:
+        return text if text is None else float(text)
+    except ValueError:
+        return text  # "auto", or what the recipe refuses
+
+
+def _show_log() -> None:
+    if console.quiet:
+        return
+    log = logging.getLogger("st_sparse_rescale")
+    log.setLevel(logging.INFO)
+    log.addHandler(RichHandler(console=errors, show_path=False, show_time=False))
+
+
+@contextmanager
+def _one_message(debug: bool) -> Iterator[None]:
+    """Turn an error that the user can mend into one message and exit code 2."""
+    from st_sparse_rescale.training import CollapseError
+
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError, CollapseError) as error:
+        if debug:
+            raise
+        errors.print(f"[bold red]Error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+if __name__ == "__main__":
+    app()
