@@ -294,8 +294,9 @@ class Recipe:
     def table(self) -> Table:
         """Return every setting with its value and meaning, for printing with rich."""
         table = Table(title="Resolved recipe", title_justify="left", show_edge=False)
-        for heading in ("setting", "value", "meaning"):
-            table.add_column(heading)
+        table.add_column("setting", no_wrap=True)
+        table.add_column("value", overflow="fold")
+        table.add_column("meaning")
         for setting in dataclasses.fields(self):
             value = getattr(self, setting.name)
             shown = "-" if value in (None, {}) else f"{value:.6g}" if isinstance(value, float) else str(value)

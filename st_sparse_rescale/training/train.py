@@ -23,6 +23,7 @@ from sentence_transformers.sparse_encoder.callbacks import SpladeRegularizerWeig
 from sentence_transformers.util import get_device_name
 from torch import nn
 from transformers import AutoConfig, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from st_sparse_rescale.evaluation.beir import load_evaluator
 from st_sparse_rescale.jsonl import read_jsonl
@@ -73,6 +74,7 @@ def train(
     train_dataset: Dataset | None = None,
     evaluator: BaseEvaluator | None = None,
     callbacks: Sequence[TrainerCallback] = (),
+    progress_bar: bool = True,
 ) -> TrainResult:
     """Train a SPLADE model, or go on where an earlier, killed call with the same recipe stopped.
 
@@ -89,6 +91,7 @@ def train(
         train_dataset: Instead of ``recipe.train``; the same columns and checks.
         evaluator: Instead of ``recipe.eval``; runs at every checkpoint.
         callbacks: Added to the trainer's.
+        progress_bar: Whether the trainer shows its progress bar and log lines.
 
     Returns:
         The trained model, its folder and its history.
@@ -129,19 +132,17 @@ def train(
     guard = CollapseGuard(
         loss, patience=recipe.guard_patience, dense_after=recipe.regularizer_warmup, k=_plain(recipe.k)
     )
-    schedules: list[TrainerCallback] = [
-        SpladeRegularizerWeightSchedulerCallback(loss, "quadratic", recipe.regularizer_warmup)
-    ]
-    if isinstance(loss.loss, JointFlopsLoss):
-        schedules.append(JointFlopsScheduler(loss.loss, recipe.regularizer_warmup))
     trainer = SparseEncoderTrainer(
         model=model,
         args=args,
         train_dataset=dataset,
         loss=loss,
         evaluator=evaluator,
-        callbacks=[*schedules, guard, *callbacks],
+        callbacks=[*_schedules(recipe, loss), guard, *callbacks],
     )
+    if not progress_bar:
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
     checkpoint = last_complete_checkpoint(output / CHECKPOINTS)
     if checkpoint is not None:
         logger.info("Going on from %s.", checkpoint)
@@ -327,6 +328,16 @@ def _dataset(recipe: Recipe, given: Dataset | None, processes: int) -> Dataset:
             f"{recipe.batch_size} need {needed}: lower batch_size, or train on more."
         )
     return dataset
+
+
+def _schedules(recipe: Recipe, loss: SpladeLoss) -> list[TrainerCallback]:
+    """The ramps of all regulariser weights; left to itself the trainer adds the first, but with its own length."""
+    schedules: list[TrainerCallback] = [
+        SpladeRegularizerWeightSchedulerCallback(loss, "quadratic", recipe.regularizer_warmup)
+    ]
+    if isinstance(loss.loss, JointFlopsLoss):
+        schedules.append(JointFlopsScheduler(loss.loss, recipe.regularizer_warmup))
+    return schedules
 
 
 def _save(model: SparseEncoder, folder: Path, recipe: Recipe, history: list[dict[str, Any]]) -> None:
