@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerControl, TrainerState
 
 from st_sparse_rescale.losses import (
     DFFlopsLoss,
@@ -20,6 +22,9 @@ from st_sparse_rescale.losses import (
     SparseMultipleNegativesRankingLoss,
     SpladeLoss,
 )
+from st_sparse_rescale.training.callbacks import CollapseGuard
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two processes")]  # one pair of processes for all tests
 
 REGULARIZERS = {"flops": FlopsLoss, "l1": L1Loss, "df-flops": DFFlopsLoss}
 SHARES = {"equal": (4, 4), "unequal": (3, 5), "one empty": (0, 8)}
@@ -68,6 +73,24 @@ def measure(wrap, rows: slice) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return results
 
 
+def guarded_step(rank: int) -> tuple[bool, bool, dict[str, float]]:
+    """One step in which the loss of the second process is not finite: is it skipped here, and what is logged?"""
+    encoder = Encoder()
+    model = DistributedDataParallel(encoder)
+    ranking = SparseMultipleNegativesRankingLoss(model)
+    loss = SpladeLoss(model, ranking, 1e-3, math.nan if rank else 1e-3, FlopsLoss(model), FlopsLoss(model))
+    guard = CollapseGuard(loss, patience=1)
+    state, control = TrainerState(max_steps=2, log_history=[{}]), TrainerControl()
+    event = {"model": encoder, "optimizer": torch.optim.SGD(encoder.parameters())}
+    guard.on_train_begin(None, state, control, **event)
+    sum(loss([{"x": column} for column in batch(2)[:, 4 * rank : 4 * rank + 4]]).values()).backward()
+    guard.on_pre_optimizer_step(None, state, control, **event)
+    skipped = encoder.layer.weight.grad is None
+    guard.on_step_end(None, state, control, **event)
+    guard.on_log(None, state, control, logs=(logs := {"loss": 1.0}))
+    return skipped, control.should_training_stop, logs
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -82,6 +105,7 @@ def worker(rank: int, folder: str) -> None:
     value.backward()
     dist.all_reduce(value.detach_())
     results["full"] = (value / 2, next(model.parameters()).grad)
+    results["guard"] = guarded_step(rank)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -93,7 +117,6 @@ def two_processes(tmp_path_factory) -> list[dict]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", REGULARIZERS)
 def test_regularisers_equal_one_process(two_processes, name, share):
@@ -104,7 +127,17 @@ def test_regularisers_equal_one_process(two_processes, name, share):
         torch.testing.assert_close(results[share][name][1], gradient)
 
 
-@pytest.mark.slow
+def test_the_guard_sees_the_whole_batch_and_all_processes_stop_together(two_processes):
+    with torch.no_grad():
+        used = (Encoder()({"x": batch(2)})["sentence_embedding"] != 0).float().sum(dim=-1).mean(dim=-1)
+    for results in two_processes:
+        skipped, stopped, logs = results["guard"]
+        assert skipped
+        assert stopped
+        assert logs["query_active_dims"] == round(used[0].item(), 1)
+        assert logs["document_active_dims"] == round(used[1].item(), 1)
+
+
 def test_a_whole_training_loss_equals_one_process(two_processes):
     model = Encoder()
     value = full_loss(model, batch(3))

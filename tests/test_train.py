@@ -345,7 +345,9 @@ def environment() -> dict[str, str]:
 
 LAUNCHERS = {
     "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "accelerate": ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"],
+    # Its --cpu flag starts one process unless MPI is there; this is its way to start several, and without a GPU they
+    # take the CPU.
+    "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"],
 }
 
 
