@@ -155,7 +155,7 @@ def test_no_more_than_top_k_a_query_is_kept():
     for start, chunk in csr_chunks(documents, 500):
         best.add(chunk, start)
         held = sum(array.nbytes for array in vars(best).values() if isinstance(array, np.ndarray))
-        assert held <= 11 * 3 * 8 + 30 * 4  # 8 bytes a hit; and the terms of the queries
+        assert held <= 11 * 3 * 8 + 11 * 8  # 8 bytes a hit, 8 bytes a query
 
 
 def test_limit_of_active_dimensions_equals_sentence_transformers():

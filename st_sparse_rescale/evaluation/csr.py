@@ -136,21 +136,25 @@ def _from_coo(
 ) -> sparse.csr_matrix:
     """CSR of coalesced coordinates, which are in the order of rows and columns: only the row pointers are missing."""
     rows, columns = indices.cpu().numpy()
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(rows - first_row, minlength=shape[0]))])
-    return sparse.csr_matrix((values.detach().cpu().float().numpy(), columns.astype(np.int32), indptr), shape=shape)
+    indptr = np.searchsorted(rows, np.arange(first_row, first_row + shape[0] + 1))
+    matrix = sparse.csr_matrix((values.detach().cpu().float().numpy(), columns.astype(np.int32), indptr), shape=shape)
+    matrix.has_canonical_format = True
+    return matrix
 
 
 def _checked(matrix: sparse.csr_matrix) -> sparse.csr_matrix:
-    if not matrix.has_canonical_format or (matrix.data == 0).any():
+    if not matrix.has_canonical_format or (matrix.nnz and matrix.data.min() == 0):
         matrix = matrix.copy()  # never touch the caller's
         matrix.sum_duplicates()
         matrix.eliminate_zeros()
-    if matrix.nnz and not (np.isfinite(matrix.data).all() and matrix.data.min() > 0):
-        row = int(np.flatnonzero(~(np.isfinite(matrix.data) & (matrix.data > 0)))[0])
+    # A NaN fails both comparisons.
+    if matrix.nnz and not (matrix.data.min() > 0 and matrix.data.max() < np.inf):
+        place = int(np.flatnonzero(~((matrix.data > 0) & (matrix.data < np.inf)))[0])
         raise ValueError(
-            f"Sparse search needs term weights that are finite and not negative, found {matrix.data[row]} in row "
-            f"{int(np.searchsorted(matrix.indptr, row, side='right')) - 1}: check the model for NaN, or end it with an "
-            "activation such as ReLU."
+            f"Sparse search needs term weights that are finite and not negative, found {matrix.data[place]} in row "
+            f"{int(np.searchsorted(matrix.indptr, place, side='right')) - 1}: check the model for NaN, or end it with "
+            "an activation such as ReLU."
         )
-    matrix.indptr, matrix.indices = matrix.indptr.astype(np.int32), matrix.indices.astype(np.int32)
+    matrix.indptr = matrix.indptr.astype(np.int32, copy=False)
+    matrix.indices = matrix.indices.astype(np.int32, copy=False)
     return matrix

@@ -20,12 +20,10 @@ from st_sparse_rescale.evaluation.index_files import (
     write_manifest,
     write_shard,
 )
-from st_sparse_rescale.evaluation.top_k import IdOrder, TopK, invert
+from st_sparse_rescale.evaluation.top_k import CHUNK_SIZE, IdOrder, TopK, invert
 
 if TYPE_CHECKING:
     from sentence_transformers import SparseEncoder
-
-SHARD_SIZE = 65_536
 
 
 class SparseIndex:
@@ -56,7 +54,7 @@ class SparseIndex:
 
     @classmethod
     def from_embeddings(
-        cls, embeddings: Embeddings, ids: Sequence[str], *, shard_size: int = SHARD_SIZE
+        cls, embeddings: Embeddings, ids: Sequence[str], *, shard_size: int = CHUNK_SIZE
     ) -> SparseIndex:
         """Index embeddings in memory.
 
@@ -174,7 +172,7 @@ class SparseIndex:
         write_manifest(folder, Manifest(self.dimension, complete=True, shards=records))
         return folder
 
-    def add(self, embeddings: Embeddings, ids: Sequence[str], *, shard_size: int = SHARD_SIZE) -> None:
+    def add(self, embeddings: Embeddings, ids: Sequence[str], *, shard_size: int = CHUNK_SIZE) -> None:
         """Add documents, in memory.
 
         Args:

@@ -7,8 +7,10 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from scipy import sparse
 from sentence_transformers import SparseEncoder
@@ -17,8 +19,9 @@ from sentence_transformers.sparse_encoder.evaluation import (
 )
 
 from st_sparse_rescale.evaluation.csr import as_csr, csr_chunks, unit_rows
+from st_sparse_rescale.evaluation.metrics import score_ranking
 from st_sparse_rescale.evaluation.peak_memory import peak_memory_mib
-from st_sparse_rescale.evaluation.top_k import IdOrder, TopK
+from st_sparse_rescale.evaluation.top_k import CHUNK_SIZE, IdOrder, TopK
 from st_sparse_rescale.evaluation.truncation import measure_truncation
 
 logger = logging.getLogger(__name__)
@@ -136,36 +139,56 @@ class SparseInformationRetrievalEvaluator(StockSparseInformationRetrievalEvaluat
         best = TopK(scale(as_csr(encoded)), self.order, top_k, excluded=excluded, n_threads=self.n_threads)
         for start, documents in self._documents(corpus_model, corpus_embeddings):
             best.add(scale(documents), start)
-        ranked = best.hits(include_zeros=True)
         self.report = self._lengths(model, corpus_model)
-        hits: list[Any] = [[{"corpus_id": id, "score": score} for id, score in row] for row in ranked]
         if self.write_predictions and output_path is not None:
-            self._write_predictions(Path(output_path), similarity, hits)
+            self._write_predictions(Path(output_path), similarity, best.hits(include_zeros=True))
         logger.info(f"Queries: {len(self.queries)}")
         logger.info(f"Corpus: {len(self.corpus)}\n")
         logger.info(f"Score-Function: {similarity}")
-        scores = self.compute_metrics(hits)
+        scores = self._scores(best.result(include_zeros=True)[1])
         self.output_scores(scores)
         return {similarity: scores}
+
+    def _scores(self, positions: np.ndarray) -> dict[str, dict[int, float]]:
+        """The stock metrics of rankings, (queries, top_k), by name and cut-off."""
+        position_of = {id: position for position, id in enumerate(self.corpus_ids)}
+        rankings = []
+        for id, row in zip(self.queries_ids, positions, strict=True):
+            relevant = self.relevant_docs[id]
+            ranks = np.flatnonzero(np.isin(row, [position_of[d] for d in relevant if d in position_of])) + 1
+            rankings.append(([(rank, 1) for rank in ranks.tolist()], [1] * len(relevant)))
+        cut_offs = {
+            "accuracy": self.accuracy_at_k,
+            "precision": self.precision_recall_at_k,
+            "recall": self.precision_recall_at_k,
+            "ndcg": self.ndcg_at_k,
+            "mrr": self.mrr_at_k,
+            "map": self.map_at_k,
+        }
+        return {
+            f"{name}@k": {k: fmean(score_ranking(f"{name}@{k}", *ranking) for ranking in rankings) for k in ks}
+            for name, ks in cut_offs.items()
+        }
 
     def _documents(
         self, model: SparseEncoder, embeddings: torch.Tensor | None
     ) -> Iterator[tuple[int, sparse.csr_matrix]]:
         """Encode, or take as given, one chunk of the corpus after another."""
         if embeddings is not None:
-            for start, chunk in csr_chunks(embeddings, self.corpus_chunk_size):
+            for start, chunk in csr_chunks(embeddings, CHUNK_SIZE):
                 self._record_documents(chunk)
                 yield start, chunk
             return
-        for start in range(0, len(self.corpus), self.corpus_chunk_size):
+        for first in range(0, len(self.corpus), self.corpus_chunk_size):
             encoded = self.embed_inputs(
                 model,
-                self.corpus[start : start + self.corpus_chunk_size],
+                self.corpus[first : first + self.corpus_chunk_size],
                 encode_fn_name="document",
                 prompt_name=self.corpus_prompt_name,
                 prompt=self.corpus_prompt,
             )
-            yield start, as_csr(encoded)
+            for start, chunk in csr_chunks(encoded, CHUNK_SIZE):
+                yield first + start, chunk
 
     def _record_documents(self, chunk: sparse.csr_matrix) -> None:
         """Note the active dimensions of given embeddings, as ``embed_inputs`` does for encoded ones."""
@@ -189,9 +212,10 @@ class SparseInformationRetrievalEvaluator(StockSparseInformationRetrievalEvaluat
         prompt, name = getattr(self, f"{side}_prompt"), getattr(self, f"{side}_prompt_name")
         return model.prompts[name] if prompt is None and name is not None else prompt
 
-    def _write_predictions(self, folder: Path, similarity: str, hits: list[Any]) -> None:
+    def _write_predictions(self, folder: Path, similarity: str, hits: list[list[tuple[str, float]]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / self.predictions_file.replace(".jsonl", f"_{similarity}.jsonl")
         with file.open("w", encoding="utf-8") as out:
-            for id, query, results in zip(self.queries_ids, self.queries, hits, strict=True):
+            for id, query, row in zip(self.queries_ids, self.queries, hits, strict=True):
+                results = [{"corpus_id": document, "score": score} for document, score in row]
                 out.write(json.dumps({"query_id": id, "query": query, "results": results}) + "\n")

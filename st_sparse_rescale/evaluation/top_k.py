@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
 import torch
 from scipy import sparse
-from sparse_dot_topn import sp_matmul_topn
 
-# Bounds what the product of one chunk holds: this many rows of ``top_k`` scores.
-QUERY_BATCH = 1024
+# A good size of the chunks: enough documents to amortise the calls, few enough for their scores to stay in the cache.
+CHUNK_SIZE = 32_768
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH_SHIFT = np.uint64(32)
 
@@ -46,6 +47,17 @@ class IdOrder:
         """Place of each document in the order of the ids."""
         self.ranks[self.by_rank] = np.arange(len(order), dtype=np.uint32)
 
+    def position(self, id: str) -> int:
+        """Position of a document, or -1 where there is none of that id."""
+        rank = bisect_left(range(len(self.ids)), id, key=lambda rank: self.ids[int(self.by_rank[rank])])
+        position = int(self.by_rank[rank]) if rank < len(self.ids) else -1
+        return position if position >= 0 and self.ids[position] == id else -1
+
+    def names(self, positions: np.ndarray) -> np.ndarray:
+        """Ids of the documents at the given positions, as objects."""
+        unique, place = np.unique(positions, return_inverse=True)
+        return np.array([self.ids[position] for position in unique.tolist()], dtype=object)[place]
+
 
 class TopK:
     """The running best documents of each query: highest score first, equal scores by document id.
@@ -59,7 +71,7 @@ class TopK:
         order: The ids of all documents.
         top_k: Documents a query.
         excluded: For each query the id of a document to leave out.
-        n_threads: Threads of the sparse product; torch's number by default.
+        n_threads: Threads over the queries; torch's number by default.
 
     Raises:
         ValueError: ``top_k`` is not a positive integer, or there is another number of excluded ids than of queries.
@@ -68,7 +80,7 @@ class TopK:
         ::
 
             best = TopK(as_csr(queries), IdOrder(ids), top_k=10)
-            for start, chunk in csr_chunks(documents, 50_000):
+            for start, chunk in csr_chunks(documents, CHUNK_SIZE):
                 best.add(chunk, start)
             best.hits()  # [[("d7", 14.2), ...], ...]
     """
@@ -86,14 +98,14 @@ class TopK:
             raise ValueError(f"top_k must be a positive integer, got {top_k!r}.")
         if excluded is not None and len(excluded) != queries.shape[0]:
             raise ValueError(f"There are {queries.shape[0]} queries but {len(excluded)} query ids.")
-        self.dimension, self.order, self.top_k, self.excluded = queries.shape[1], order, int(top_k), excluded
-        self.n_threads = n_threads or torch.get_num_threads()
+        self.order, self.top_k, self.n_threads = order, int(top_k), n_threads or torch.get_num_threads()
+        self._queries = queries
+        self._excluded = (
+            np.full(queries.shape[0], -1) if excluded is None else np.array([*map(order.position, excluded)])
+        )
         # One more than asked for, where one may have to go.
         self._kept = self.top_k + (excluded is not None)
-        self._keys = np.zeros((queries.shape[0], 0), dtype=np.uint64)
-        # Only the lists of the queried terms are ever touched: the others may stay on disk.
-        self._terms = np.unique(queries.indices)
-        self._queries = queries[:, self._terms]
+        self._keys = np.zeros((queries.shape[0], self._kept), dtype=np.uint64)
 
     def add(self, documents: sparse.csr_matrix, start: int) -> None:
         """Score a chunk of documents and keep the best.
@@ -108,86 +120,77 @@ class TopK:
         self.add_inverted(invert(documents), start)
 
     def add_inverted(self, lists: sparse.csr_matrix, start: int) -> None:
-        """Score a chunk given as inverted lists, (vocabulary, documents): see :func:`invert`."""
-        if lists.shape[0] != self.dimension:
+        """Score a chunk given as inverted lists, (vocabulary, documents): see :func:`invert`.
+
+        Only the lists of the queried terms are touched: the others of a memory-mapped index stay on disk.
+        """
+        if lists.shape[0] != self._queries.shape[1]:
             raise ValueError(
-                f"The documents have {lists.shape[0]} dimensions, the queries {self.dimension}: "
+                f"The documents have {lists.shape[0]} dimensions, the queries {self._queries.shape[1]}: "
                 "encode both with the same model."
             )
-        lists = lists[self._terms]
-        if not lists.nnz:
-            return
-        batches = range(0, self._queries.shape[0], QUERY_BATCH)
-        best = [self._best(self._queries[b : b + QUERY_BATCH], lists, start) for b in batches]
-        self._keys = _largest(np.hstack([self._keys, np.vstack(best)]), self._kept)
 
-    def hits(self, *, include_zeros: bool = False) -> list[list[tuple[str, float]]]:
+        def score(rows: range) -> None:
+            for row in rows:
+                self._score(row, lists, start)
+
+        count = len(self._keys)
+        with ThreadPoolExecutor(self.n_threads) as pool:  # the products release Python's lock
+            list(pool.map(score, (range(first, count, self.n_threads) for first in range(self.n_threads))))
+
+    def result(self, *, include_zeros: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Give what was found so far.
 
         Args:
             include_zeros: Fill up to ``top_k`` with the documents of score 0, by id, as a score matrix would.
 
         Returns:
-            For each query its (id, score) pairs in rank order.
+            Scores (queries, top_k), float32, in rank order, and positions (queries, top_k), int64. Where a query has
+            fewer documents, its row ends in scores of 0 and positions of -1.
         """
-        keys = np.sort(self._keys, axis=1)[:, ::-1]
-        found = keys != 0
+        keys = self._keys.copy()
+        for row in np.flatnonzero(self._excluded >= 0):
+            keys[row, (keys[row] & _LOW) == _LOW - self.order.ranks[self._excluded[row]]] = 0
+        keys = np.sort(keys, axis=1)[:, ::-1][:, : self.top_k]
         scores = (keys >> _HIGH_SHIFT).astype(np.uint32).view(np.float32)
-        positions, place = np.unique(self.order.by_rank[_LOW - (keys[found] & _LOW)], return_inverse=True)
-        names = np.array([self.order.ids[position] for position in positions.tolist()], dtype=object)[place]
-        rows, end = [], 0
-        for number, count in enumerate(found.sum(axis=1).tolist()):
-            row_names, end = names[end : end + count], end + count
-            row = list(zip(row_names.tolist(), scores[number, :count].tolist(), strict=True))
-            own = self.excluded[number] if self.excluded is not None else None
-            row = [hit for hit in row if hit[0] != own] if own is not None else row
-            if include_zeros and len(row) < self.top_k:
-                row += self._zeros(row, self.top_k - len(row), own)
-            rows.append(row[: self.top_k])
-        return rows
+        positions = np.full(keys.shape, -1, dtype=np.int64)
+        found = keys > 0
+        positions[found] = self.order.by_rank[_LOW - (keys[found] & _LOW)]
+        if include_zeros:
+            counts = found.sum(axis=1)
+            for row in np.flatnonzero(counts < self.top_k):
+                taken = np.append(positions[row, : counts[row]], self._excluded[row])
+                first = self.order.by_rank[: self.top_k + 1].astype(np.int64)
+                rest = first[~np.isin(first, taken)][: self.top_k - counts[row]]
+                positions[row, counts[row] : counts[row] + len(rest)] = rest
+        return scores, positions
 
-    def _zeros(self, row: list[tuple[str, float]], count: int, own: str | None) -> list[tuple[str, float]]:
-        taken = {id for id, _ in row} | {own}
-        first = self.order.by_rank[: count + len(taken)].tolist()
-        names = (self.order.ids[position] for position in first)
-        return [(name, 0.0) for name in names if name not in taken][:count]
+    def hits(self, *, include_zeros: bool = False) -> list[list[tuple[str, float]]]:
+        """Give what was found so far by id: for each query its (id, score) pairs in rank order."""
+        scores, positions = self.result(include_zeros=include_zeros)
+        found = positions >= 0
+        counts, names = found.sum(axis=1).tolist(), self.order.names(positions[found])
+        ends = np.cumsum(counts).tolist()
+        return [
+            list(zip(names[end - count : end].tolist(), row[:count].tolist(), strict=True))
+            for row, count, end in zip(scores, counts, ends, strict=True)
+        ]
 
-    def _best(self, queries: sparse.csr_matrix, lists: sparse.csr_matrix, start: int) -> np.ndarray:
-        """Keys of at least the best documents of a chunk, (queries, kept + 1), zeros for none."""
-        # One more than needed: if the last two scores are equal, which documents came through at that score was
-        # arbitrary, and the row is done again with all documents that reach it.
-        product = self._product(queries, lists, self._kept + 1, above=0.0)
-        lengths = np.diff(product.indptr)
-        keys = np.zeros((len(lengths), self._kept + 1), dtype=np.uint64)
-        row_of = np.repeat(np.arange(len(lengths)), lengths)
-        keys[row_of, np.arange(product.nnz) - product.indptr[row_of]] = self._to_keys(product, start)
-        scores = keys >> _HIGH_SHIFT
-        lowest = scores.min(axis=1, keepdims=True)
-        tied = (lowest[:, 0] > 0) & ((scores == lowest).sum(axis=1) > 1)
-        for row in np.flatnonzero(tied):
-            score = lowest[row].astype(np.uint32).view(np.float32)[0]
-            below = float(np.nextafter(score, np.float32(0)))
-            candidates = self._to_keys(self._product(queries[row], lists, lists.shape[1], above=below), start)
-            keys[row, 0] = 0
-            keys[row, 1:] = _largest(candidates, self._kept)
-        return keys
-
-    def _product(self, a: sparse.csr_matrix, b: sparse.csr_matrix, top_n: int, above: float) -> sparse.csr_matrix:
-        if not a.nnz:  # the library's shortcut returns a matrix with a stored zero
-            return sparse.csr_matrix((a.shape[0], b.shape[1]), dtype=np.float32)
-        return sp_matmul_topn(a, b, top_n=top_n, threshold=above, n_threads=self.n_threads)
-
-    def _to_keys(self, product: sparse.csr_matrix, start: int) -> np.ndarray:
-        high = np.ascontiguousarray(product.data).view(np.uint32).astype(np.uint64) << _HIGH_SHIFT
-        return high | (_LOW - self.order.ranks[start + product.indices.astype(np.int64)])
+    def _score(self, row: int, lists: sparse.csr_matrix, start: int) -> None:
+        """Score a chunk for one query, and merge its best into the query's keys."""
+        own = slice(*self._queries.indptr[row : row + 2])
+        scores = lists[self._queries.indices[own]].T @ self._queries.data[own]
+        # What is below the worst that is kept so far, or below this chunk's own best, need not be looked at; of what is
+        # equal to it, the keys say what stays.
+        floor = (self._keys[row].min() >> _HIGH_SHIFT).astype(np.uint32).view(np.float32)
+        if not floor and len(scores) > self._kept:
+            floor = np.partition(scores, -self._kept)[-self._kept]
+        places = np.flatnonzero(scores >= floor if floor else scores)
+        high = scores[places].view(np.uint32).astype(np.uint64) << _HIGH_SHIFT
+        keys = np.append(self._keys[row], high | (_LOW - self.order.ranks[start + places]))
+        self._keys[row] = np.partition(keys, -self._kept)[-self._kept :]
 
 
 def invert(documents: sparse.csr_matrix) -> sparse.csr_matrix:
     """Turn (documents, vocabulary) into inverted lists, (vocabulary, documents)."""
     return documents.T.tocsr()
-
-
-def _largest(keys: np.ndarray, count: int) -> np.ndarray:
-    """The ``count`` largest along the last axis, in no order."""
-    surplus = keys.shape[-1] - count
-    return np.partition(keys, surplus, axis=-1)[..., surplus:] if surplus > 0 else keys
