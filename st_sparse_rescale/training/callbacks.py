@@ -119,6 +119,7 @@ class CollapseGuard(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Start watching."""
+        self.on_train_end()  # an earlier training may have ended in an exception
         self._hooks = [
             self.loss.register_forward_pre_hook(self._before_loss),
             self.loss.register_forward_hook(self._after_loss),
@@ -185,9 +186,7 @@ class CollapseGuard(TrainerCallback):
             logger.error(self.message)
             control.should_training_stop = True
             control.should_save = True
-        if control.should_save and not all(
-            bool(parameter.isfinite().all()) for parameter in kwargs["model"].parameters()
-        ):
+        if control.should_save and not _is_finite(kwargs["model"]):
             logger.error("Step %d: the weights are not finite; no checkpoint is written.", state.global_step)
             control.should_save = False
 
