@@ -1,0 +1,245 @@
+"""Divide the logits of a masked language model by k, once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from numbers import Real
+from typing import Any, Literal, get_args
+
+import torch
+from sentence_transformers import SparseEncoder
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PretrainedConfig, PreTrainedModel
+
+from st_sparse_rescale.heads import MLMHead, UnsupportedHeadError, agree, probe
+
+Strategy = Literal["weight", "norm"]
+
+CONFIG_KEY = "mlm_head_rescale"
+
+# Half precision cannot hold what is too small: more than this share of weights turned to zero is a loss.
+NEGLIGIBLE_SHARE = 1e-3
+
+
+@dataclass(frozen=True)
+class HeadRescale:
+    """What was done to a head, as its model's config records it under ``mlm_head_rescale``.
+
+    Attributes:
+        k: What the head was divided by, relative to the pretrained head.
+        strategy: What was divided, see `rescale_mlm_head`.
+        reason: How k was chosen.
+    """
+
+    k: float
+    strategy: Strategy
+    reason: str
+
+
+def validate_k(k: Any) -> float | Literal["auto"]:
+    """Check a rescaling constant.
+
+    Args:
+        k: A positive, finite number, or "auto".
+
+    Returns:
+        k as a float, or "auto".
+
+    Raises:
+        TypeError: If k is neither a number nor "auto" (a bool is no number).
+        ValueError: If k is zero, negative, infinite, not a number, or another string.
+
+    Example:
+        >>> validate_k(16), validate_k("auto")
+        (16.0, 'auto')
+        >>> validate_k(0)
+        Traceback (most recent call last):
+        ValueError: k=0 is not positive: the logits are divided by k, so give a positive number, such as 16, or "auto".
+    """
+    mend = 'the logits are divided by k, so give a positive number, such as 16, or "auto".'
+    if isinstance(k, str):
+        if k == "auto":
+            return "auto"
+        raise ValueError(f"k={k!r} is a string: {mend}")
+    if isinstance(k, bool) or not isinstance(k, Real):
+        raise TypeError(f"k={k!r} is a {type(k).__name__}: {mend}")
+    try:
+        number = float(k)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"k={k!r} is not finite: {mend}")
+    if number <= 0:
+        raise ValueError(f"k={k!r} is not positive: {mend}")
+    return number
+
+
+def recorded_rescale(config_or_model: PretrainedConfig | PreTrainedModel | SparseEncoder) -> HeadRescale | None:
+    """Read from a config, or from a model's, how its head was rescaled.
+
+    Args:
+        config_or_model: A Hugging Face config, or a model that has one.
+
+    Returns:
+        The record, or None if there is none: the head is as it was pretrained.
+
+    Raises:
+        ValueError: If the record is not one that `rescale_mlm_head` wrote.
+
+    Example:
+        >>> from transformers import BertConfig
+        >>> recorded_rescale(BertConfig(mlm_head_rescale={"k": 16.0, "strategy": "weight", "reason": "given"}))
+        HeadRescale(k=16.0, strategy='weight', reason='given')
+    """
+    config = config_or_model
+    if not isinstance(config, PretrainedConfig):
+        config = _masked_lm(config_or_model).config
+    record = getattr(config, CONFIG_KEY, None)
+    if record is None:
+        return None
+    try:
+        rescale = HeadRescale(**record)
+        valid = validate_k(rescale.k) == rescale.k and rescale.strategy in get_args(Strategy)
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise ValueError(
+            f"{CONFIG_KEY}={record!r} in the model's config is no record of a rescale, so it is unknown by what the "
+            f"head was divided. Load the original checkpoint."
+        )
+    return rescale
+
+
+def rescale_mlm_head(
+    model: PreTrainedModel | SparseEncoder, k: float, strategy: Strategy = "weight", *, reason: str = "given"
+) -> HeadRescale | None:
+    """Divide the head of a masked language model by k, in place, and record it in the model's config.
+
+    With the states h that enter the decoder, its matrix W and its bias b, the logits ``h @ W.T + b`` become
+
+    - "weight": ``h @ (W / k).T + b``, the equation of arXiv:2606.18811. Where W is also the matrix of the input
+      embeddings it is divided once, for both, and stays shared.
+    - "norm": ``(h @ W.T + b) / k``, by dividing the bias and the weight and bias of the norm which gives h. W and
+      the encoder's input are untouched.
+
+    k is absolute, relative to the pretrained head: the same k and strategy again change nothing, and others are
+    refused. So loading, resuming and copying can never divide twice. The result is checked by numbers before it is
+    recorded; if the check fails, the head is restored.
+
+    Args:
+        model: A masked language model, or a ``SparseEncoder`` that holds one.
+        k: A positive, finite number; 1 leaves every byte alone, and nothing is recorded.
+        strategy: What is divided.
+        reason: How k was chosen, for the record.
+
+    Returns:
+        What the config now records, None if nothing.
+
+    Raises:
+        TypeError: If k is no number.
+        ValueError: If k is not usable, if the strategy is unknown, if another rescale is recorded, or if the weights
+            are in half precision and too small to be divided by k.
+        UnsupportedHeadError: If the head is not understood, or has no norm that the strategy "norm" can use.
+
+    Example:
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        >>> model = BertForMaskedLM(BertConfig(vocab_size=50, **size))
+        >>> rescale_mlm_head(model, 16)
+        HeadRescale(k=16.0, strategy='weight', reason='given')
+    """
+    number = validate_k(k)
+    if number == "auto":
+        raise ValueError('k="auto" is chosen by measuring the head on texts; to rescale it, give the number.')
+    if strategy not in get_args(Strategy):
+        raise ValueError(f'strategy={strategy!r} is unknown: give "weight" or "norm".')
+    model = _masked_lm(model)
+    recorded = recorded_rescale(model)
+    if recorded is not None:
+        if (recorded.k, recorded.strategy) == (number, strategy):
+            return recorded
+        raise ValueError(
+            f"The head was already divided by k={recorded.k:g} with strategy={recorded.strategy!r}, and k={number:g} "
+            f"with strategy={strategy!r} is asked for. k is relative to the pretrained head: load the original "
+            "checkpoint to use another, or ask for what is recorded."
+        )
+    if number == 1:
+        return None
+
+    head = MLMHead.of(model)
+    if strategy == "norm" and head.norm is None:
+        raise UnsupportedHeadError(
+            f'The head of {type(model).__name__} cannot be rescaled with strategy="norm": no norm with a weight gives '
+            f'what enters {head.decoder_name}. Use strategy="weight".'
+        )
+    plain = probe(model, head.decoder)
+    with _all_or_nothing(_parts(head, strategy)) as before:
+        _divide(before, number)
+        after = probe(model, head.decoder)
+        if strategy == "norm":
+            expected = plain.logits / number
+        else:  # the encoder's input changes with a tied matrix, so the equation is applied to the states of now
+            expected = functional.linear(after.states, before[head.decoder.weight] / number, head.bias)
+        if not agree(after.logits, expected):
+            raise UnsupportedHeadError(
+                f"The head of {type(model).__name__} was left alone: divided by k={number:g} with "
+                f"strategy={strategy!r} it does not give the logits of the equation. Use the other strategy, or k=1."
+            )
+    rescale = HeadRescale(number, strategy, reason)
+    setattr(model.config, CONFIG_KEY, asdict(rescale))
+    return rescale
+
+
+def _masked_lm(model: Any) -> PreTrainedModel:
+    """The transformers model of a ``SparseEncoder``; any other model is returned as it is, for the head to judge."""
+    if not isinstance(model, SparseEncoder):
+        return model
+    found = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
+    if len(found) != 1:
+        raise UnsupportedHeadError(
+            f"This SparseEncoder holds {len(found)} models with an MLM head, not one: pass the one itself."
+        )
+    return found[0]
+
+
+def _parts(head: MLMHead, strategy: Strategy) -> list[nn.Parameter]:
+    """The parameters that a strategy divides, each once: a tied matrix has two names and one memory."""
+    if strategy == "weight":
+        return [head.decoder.weight]
+    assert head.norm is not None
+    return [*head.norm.parameters(), *([] if head.bias is None else [head.bias])]
+
+
+@contextmanager
+def _all_or_nothing(parts: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
+    """Lend copies of parameters, and put them back if anything goes wrong."""
+    before = {part: part.detach().clone() for part in parts}
+    try:
+        yield before
+    except BaseException:
+        with torch.no_grad():
+            for part, values in before.items():
+                part.copy_(values)
+        raise
+
+
+@torch.no_grad()
+def _divide(before: dict[nn.Parameter, Tensor], k: float) -> None:
+    """Divide in place, in float32 where the parameter is in half precision.
+
+    Raises:
+        ValueError: If a noticeable share of the weights is too small for their precision once divided.
+    """
+    for part, values in before.items():
+        exact = values.to(torch.promote_types(values.dtype, torch.float32)) / k
+        part.copy_(exact)
+        lost = ((part == 0) & (values != 0)).float().mean().item()
+        if lost > NEGLIGIBLE_SHARE:
+            raise ValueError(
+                f"Divided by k={k:g}, {lost:.1%} of the weights are too small for {values.dtype} and turn to zero: "
+                "load the model in float32 or bfloat16."
+            )
