@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from sentence_transformers import SparseEncoder
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -206,7 +206,7 @@ def _masked_lm(model: Any) -> PreTrainedModel:
     return found[0]
 
 
-def _parts(head: MLMHead, strategy: Strategy) -> list[nn.Parameter]:
+def _parts(head: MLMHead, strategy: Strategy) -> list[Tensor]:
     """The parameters that a strategy divides, each once: a tied matrix has two names and one memory."""
     if strategy == "weight":
         return [head.decoder.weight]
@@ -215,7 +215,7 @@ def _parts(head: MLMHead, strategy: Strategy) -> list[nn.Parameter]:
 
 
 @contextmanager
-def _all_or_nothing(parts: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
+def _all_or_nothing(parts: Iterable[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
     """Lend copies of parameters, and put them back if anything goes wrong."""
     before = {part: part.detach().clone() for part in parts}
     try:
@@ -228,7 +228,7 @@ def _all_or_nothing(parts: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter
 
 
 @torch.no_grad()
-def _divide(before: dict[nn.Parameter, Tensor], k: float) -> None:
+def _divide(before: dict[Tensor, Tensor], k: float) -> None:
     """Divide in place, in float32 where the parameter is in half precision.
 
     Raises:
