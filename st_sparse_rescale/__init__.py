@@ -1,3 +1,14 @@
 """Rescale the MLM head of any masked language model and train it as a SPLADE retriever with sentence-transformers."""
 
+# ruff: noqa: E402
+from st_sparse_rescale.compatibility import require_companions
+
+require_companions()  # before an import that would fail with a riddle
+
+from st_sparse_rescale.heads import MLMHead, UnsupportedHeadError
+from st_sparse_rescale.modules import RescaledMLMTransformer, SpladePooling
+from st_sparse_rescale.rescaling import rescale_mlm_head
+
 __version__ = "0.1.0"
+
+__all__ = ["MLMHead", "RescaledMLMTransformer", "SpladePooling", "UnsupportedHeadError", "rescale_mlm_head"]

@@ -26,6 +26,8 @@ from transformers import TrainerCallback
 from st_sparse_rescale.modules import RescaledMLMTransformer, SpladePooling
 from tests.tiny_models import TEXTS
 
+pytestmark = pytest.mark.slow  # one fixture writes every checkpoint, and another process reads them all
+
 K = 4.0
 QUERIES, DOCUMENTS = list(TEXTS[:4]), list(TEXTS[4:9])
 Checkpoint = Callable[[str], Path]
