@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 
-def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_jsonl(path: str | Path, on_error: Callable[[str], None] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     r"""Read one JSON object a line, blank lines aside.
 
     Lines end at ``\n`` only: texts may hold other separators (U+2028), which ``str.splitlines`` would cut at.
 
     Args:
         path: A UTF-8 file.
+        on_error: Told what is wrong with a line, which is then skipped; by default the error is raised.
 
     Yields:
         The line's number, from 1 on, and its object.
@@ -28,12 +29,23 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = _object(line)
             except ValueError as error:
-                raise ValueError(f"line {number}: not valid JSON ({error}).") from error
-            if not isinstance(row, dict):
-                raise ValueError(
-                    f"line {number}: found {type(row).__name__}, but each line must be a JSON object "
-                    'such as {"query": "...", "positive": "..."}.'
-                )
-            yield number, row
+                if on_error is None:
+                    raise ValueError(f"line {number}: {error}") from error
+                on_error(f"line {number}: {error}")
+            else:
+                yield number, row
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error}).") from error
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"found {type(row).__name__}, but each line must be a JSON object "
+            'such as {"query": "...", "positive": "..."}.'
+        )
+    return row

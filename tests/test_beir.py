@@ -68,7 +68,7 @@ def test_reported_dimensions_and_flops_are_those_of_the_vectors(tmp_path, checkp
         ({"qrels": "q1\td1\t0\n"}, "no document is judged relevant"),
         ({"qrels": "q1 d1 1\n"}, "test.tsv, line 2: must be query id, document id, score"),
         ({"qrels": "q1\td1\thigh\n"}, "test.tsv, line 2: must be"),
-        ({"queries": [{"id": "q1", "text": "x"}]}, "queries.jsonl: line 1 needs the texts _id and text"),
+        ({"queries": [{"id": "q1", "text": "x"}]}, "queries.jsonl, line 1: needs the texts _id and text"),
         ({"split": "train"}, r"no dev.tsv or test.tsv; its splits are \['train'\]"),
     ],
 )

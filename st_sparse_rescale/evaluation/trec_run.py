@@ -1,0 +1,72 @@
+"""Rankings as TREC run files, which every evaluation tool reads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from st_sparse_rescale.evaluation.metrics import Run
+
+
+def write_run(file: str | Path, run: Run, tag: str) -> Path:
+    """Write rankings as ``query Q0 document rank score tag`` lines.
+
+    TREC's tools read the scores, in single precision, and not the ranks; equal scores they order by id backwards. So
+    that they see the ranking as it is, a score that does not fall below the one before it is lowered to the next
+    number below.
+
+    Args:
+        file: Written whole or not at all.
+        run: The rankings.
+        tag: Name of the system, without blanks.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: An id or the tag holds white space, which the format cannot express.
+
+    Example:
+        ::
+
+            write_run("scifact.trec", {"q1": [("d7", 14.2), ("d2", 11.9)]}, tag="splade")
+    """
+    file = Path(file)
+    tag = _word(tag)
+    lines = []
+    for query, hits in run.items():
+        last = np.float32(np.inf)
+        for rank, (document, score) in enumerate(hits, start=1):
+            last = min(np.float32(score), np.nextafter(last, np.float32(-np.inf)))
+            lines.append(f"{_word(query)} Q0 {_word(document)} {rank} {float(last)!r} {tag}\n")
+    partial = file.with_name(file.name + ".partial")
+    partial.write_text("".join(lines), encoding="utf-8")
+    os.replace(partial, file)
+    return file
+
+
+def read_run(file: str | Path) -> dict[str, list[tuple[str, float]]]:
+    """Read a TREC run, each query's documents by falling score, equal scores in the order of the file.
+
+    Raises:
+        ValueError: A line is malformed; the message names file and line.
+    """
+    run: dict[str, list[tuple[str, float]]] = {}
+    with open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                query, _, document, _, score, _ = line.split()
+                run.setdefault(query, []).append((document, float(score)))
+            except ValueError as error:
+                raise ValueError(f"{file}, line {number}: must be 'query Q0 document rank score tag'.") from error
+    for hits in run.values():
+        hits.sort(key=lambda hit: -hit[1])
+    return run
+
+
+def _word(text: str) -> str:
+    if not text or text.split() != [text]:
+        raise ValueError(f"{text!r} cannot stand in a TREC run: it is empty or holds white space.")
+    return text
