@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import bm25s
+import numpy as np
 import Stemmer
+from scipy import sparse
+
+from st_sparse_rescale.evaluation.top_k import IdOrder, TopK
 
 
-def bm25_search(
-    corpus: Mapping[str, str], queries: Mapping[str, str], top_k: int, k1: float = 1.5, b: float = 0.75
-) -> list[list[dict[str, str | float]]]:
+def bm25_run(
+    corpus: Mapping[str, str],
+    queries: Mapping[str, str],
+    top_k: int,
+    k1: float = 1.5,
+    b: float = 0.75,
+    exclude_self: bool = False,
+) -> dict[str, list[tuple[str, float]]]:
     """Rank a corpus for each query by BM25 with English stop words and Snowball stemming.
+
+    BM25 is a sparse retriever too: the weights are bm25s's, the search is ours, so that ties are broken by document id
+    as everywhere else. Documents without a term of the query follow by id with score 0.
 
     Args:
         corpus: Document texts by id.
@@ -19,10 +31,10 @@ def bm25_search(
         top_k: Documents a query; all of them where the corpus is smaller.
         k1: Saturation of the term frequency.
         b: Strength of the length normalisation, from 0 to 1.
+        exclude_self: Leave out the document whose id is the query's.
 
     Returns:
-        For each query, in the order of ``queries``, hits ``{"corpus_id": ..., "score": ...}`` in rank order: the form
-        that the ``compute_metrics`` of sentence-transformers' retrieval evaluators takes.
+        For each query id its (document id, score) pairs in rank order.
 
     Raises:
         ValueError: The corpus is empty.
@@ -30,24 +42,50 @@ def bm25_search(
     Example:
         ::
 
-            from st_sparse_rescale.evaluation.bm25 import bm25_search
+            from st_sparse_rescale.evaluation.bm25 import bm25_run
 
-            hits = bm25_search({"d1": "sparse retrieval", "d2": "dense retrieval"}, {"q1": "sparse"}, top_k=1)
-            # [[{"corpus_id": "d1", "score": ...}]]
+            bm25_run({"d1": "sparse retrieval", "d2": "dense retrieval"}, {"q1": "sparse"}, top_k=1)
+            # {"q1": [("d1", ...)]}
     """
     if not corpus:
         raise ValueError("BM25 needs at least one document; the corpus is empty.")
-    ids, stemmer = list(corpus), Stemmer.Stemmer("english")
-    retriever = bm25s.BM25(k1=k1, b=b)
-    retriever.index(_tokens(list(corpus.values()), stemmer), show_progress=False)
-    documents, scores = retriever.retrieve(
-        _tokens(list(queries.values()), stemmer), k=min(top_k, len(ids)), show_progress=False
+    retriever, words = bm25s.BM25(k1=k1, b=b), _words(list(corpus.values()))
+    retriever.index(words, show_progress=False)
+    weights = retriever.scores
+    vocabulary = len(weights["indptr"]) - 1
+    # An empty text is the term "" to bm25s, which has an id but no weights.
+    terms = {word: term for word, term in retriever.vocab_dict.items() if word and term < vocabulary}
+    asked = [[terms[word] for word in text if word in terms] for text in _words(list(queries.values()))]
+    counts = sparse.csr_matrix(
+        (
+            np.ones(sum(map(len, asked)), dtype=np.float32),
+            np.array([term for row in asked for term in row], dtype=np.int32),
+            np.cumsum([0, *map(len, asked)]),
+        ),
+        shape=(len(asked), vocabulary),
     )
-    return [
-        [{"corpus_id": ids[d], "score": float(s)} for d, s in zip(row, row_scores, strict=True)]
-        for row, row_scores in zip(documents, scores, strict=True)
-    ]
+    counts.sum_duplicates()
+    lists = sparse.csr_matrix(
+        (weights["data"], weights["indices"], weights["indptr"]), shape=(vocabulary, len(corpus)), dtype=np.float32
+    )
+    best = TopK(counts, IdOrder(list(corpus)), top_k, excluded=list(queries) if exclude_self else None)
+    best.add_inverted(lists, 0)
+    return dict(zip(queries, best.hits(include_zeros=True), strict=True))
 
 
-def _tokens(texts: list[str], stemmer: Stemmer.Stemmer) -> bm25s.tokenization.Tokenized:
-    return bm25s.tokenize(texts, stopwords="en", stemmer=stemmer, show_progress=False)
+def bm25_search(
+    corpus: Mapping[str, str], queries: Mapping[str, str], top_k: int, k1: float = 1.5, b: float = 0.75
+) -> list[list[dict[str, str | float]]]:
+    """:func:`bm25_run` in the form that ``compute_metrics`` of sentence-transformers' evaluators takes.
+
+    Returns:
+        For each query, in the order of ``queries``, hits ``{"corpus_id": ..., "score": ...}`` in rank order.
+    """
+    run = bm25_run(corpus, queries, top_k, k1, b)
+    return [[{"corpus_id": id, "score": score} for id, score in hits] for hits in run.values()]
+
+
+def _words(texts: list[str]) -> list[list[str]]:
+    return bm25s.tokenize(
+        texts, stopwords="en", stemmer=Stemmer.Stemmer("english"), return_ids=False, show_progress=False
+    )

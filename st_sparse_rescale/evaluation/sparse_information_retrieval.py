@@ -18,15 +18,14 @@ from sentence_transformers.sparse_encoder.evaluation import (
     SparseInformationRetrievalEvaluator as StockSparseInformationRetrievalEvaluator,
 )
 
-from st_sparse_rescale.evaluation.csr import as_csr, csr_chunks, unit_rows
+from st_sparse_rescale.evaluation.csr import as_csr, csr_chunks
 from st_sparse_rescale.evaluation.metrics import score_ranking
 from st_sparse_rescale.evaluation.peak_memory import peak_memory_mib
+from st_sparse_rescale.evaluation.retrieval import similarity_scale
 from st_sparse_rescale.evaluation.top_k import CHUNK_SIZE, IdOrder, TopK
 from st_sparse_rescale.evaluation.truncation import measure_truncation
 
 logger = logging.getLogger(__name__)
-
-SIMILARITIES = ("dot", "cosine")
 
 
 class SparseInformationRetrievalEvaluator(StockSparseInformationRetrievalEvaluator):
@@ -123,13 +122,7 @@ class SparseInformationRetrievalEvaluator(StockSparseInformationRetrievalEvaluat
             For the one score function the metrics by name and cut-off.
         """
         corpus_model = corpus_model or model
-        similarity = model.similarity_fn_name
-        if similarity not in SIMILARITIES:
-            raise ValueError(
-                f"Sparse search computes dot products and cosines, but the model's similarity is {similarity!r}: "
-                "set model.similarity_fn_name, or use sentence-transformers' own evaluator."
-            )
-        scale = unit_rows if similarity == "cosine" else lambda matrix: matrix
+        similarity, scale = model.similarity_fn_name, similarity_scale(model)
         encoded = self.embed_inputs(
             model, self.queries, encode_fn_name="query", prompt_name=self.query_prompt_name, prompt=self.query_prompt
         )

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
-from sentence_transformers.util import select_max_active_dims
+
+from st_sparse_rescale.evaluation.metrics import depth, mean, measure
+from st_sparse_rescale.evaluation.retrieval import retrieve
 
 
 def trace_tradeoff(
@@ -19,7 +21,7 @@ def trace_tradeoff(
 ) -> list[dict[str, float]]:
     """Evaluate a model with at most so many active dimensions a vector, on both sides, from one encoding.
 
-    All scores are held at once: (queries, documents) floats, meant for collections of some ten thousand documents.
+    Texts are encoded once and searched exactly, a chunk of documents at a time.
 
     Args:
         model: The model.
@@ -40,23 +42,28 @@ def trace_tradeoff(
             curve = trace_tradeoff(model, evaluator, limits=[32, 128, None])
             print([(point["flops"], point["ndcg@10"]) for point in curve])
     """
-    queries = model.encode_query(list(map(str, evaluator.queries)), batch_size=batch_size, save_to_cpu=True)
-    documents = model.encode_document(list(map(str, evaluator.corpus)), batch_size=batch_size, save_to_cpu=True)
-    cut_offs = (evaluator.accuracy_at_k, evaluator.precision_recall_at_k, evaluator.mrr_at_k, evaluator.ndcg_at_k)
-    top_k = max(k for ks in (*cut_offs, evaluator.map_at_k) for k in ks)
-    curve = []
-    for limit in limits:
-        q, d = (_cut(side, limit) for side in (queries, documents))
-        hits = rank(model.similarity(q, d), evaluator.corpus_ids, top_k)
-        curve.append(
-            {
-                **flat_metrics(evaluator.compute_metrics(hits)),
-                "query_active_dims": model.sparsity(q)["active_dims"],
-                "corpus_active_dims": model.sparsity(d)["active_dims"],
-                "flops": mean_flops(q, d),
-            }
-        )
-    return curve
+    queries = dict(zip(evaluator.queries_ids, map(str, evaluator.queries), strict=True))
+    corpus = dict(zip(evaluator.corpus_ids, map(str, evaluator.corpus), strict=True))
+    qrels = {query: dict.fromkeys(evaluator.relevant_docs[query], 1) for query in queries}
+    cut_offs = {
+        "accuracy": evaluator.accuracy_at_k,
+        "precision": evaluator.precision_recall_at_k,
+        "recall": evaluator.precision_recall_at_k,
+        "ndcg": evaluator.ndcg_at_k,
+        "mrr": evaluator.mrr_at_k,
+        "map": evaluator.map_at_k,
+    }
+    metrics = [f"{name}@{k}" for name, ks in cut_offs.items() for k in ks]
+    found = retrieve(model, queries, corpus, depth(metrics), limits=limits, batch_size=batch_size)
+    return [
+        {
+            **{metric: mean(scores) for metric, scores in measure(point.run, qrels, metrics).items()},
+            "query_active_dims": point.query_active_dims,
+            "corpus_active_dims": point.corpus_active_dims,
+            "flops": point.flops,
+        }
+        for point in found
+    ]
 
 
 def mean_flops(queries: torch.Tensor, documents: torch.Tensor) -> float:
@@ -94,12 +101,6 @@ def rank(scores: torch.Tensor, ids: Sequence[str], top_k: int) -> list[Any]:
 def flat_metrics(metrics: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
     """Turn ``{"ndcg@k": {10: 0.4}}`` into ``{"ndcg@10": 0.4}``."""
     return {name.replace("@k", f"@{k}"): float(v) for name, by_k in metrics.items() for k, v in by_k.items()}
-
-
-def _cut(embeddings: torch.Tensor, limit: int | None) -> torch.Tensor:
-    if limit is None:
-        return embeddings
-    return select_max_active_dims(embeddings.to_dense(), limit).to_sparse()
 
 
 def _activity(embeddings: torch.Tensor) -> torch.Tensor:
