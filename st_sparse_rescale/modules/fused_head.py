@@ -15,7 +15,9 @@ Memory is O(batch * vocabulary + tokens * tile), whatever the length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -92,7 +94,8 @@ def splade_head(
         activation: `"relu"` for `log1p(relu(x))`, or `"log1p_relu"` for `log1p(log1p(relu(x)))`.
         pooling: `"max"` or `"sum"` over the tokens of a sequence.
         tile: How many terms to score at a time. By default 1,024 on CPU, where the product runs at full speed and its
-            result is pooled from the cache, but no more than fit in 64 MiB; on a GPU as many as fit in 256 MiB.
+            result is pooled from the cache, but no more than fit in 64 MiB; on a GPU as many as fit in 256 MiB, unless
+            the Triton kernel applies (`triton` installed, half precision or TF32, max pooling), which needs no tile.
 
     Returns:
         The scores, non-negative, shape (batch, vocabulary), in the precision of the product.
@@ -190,6 +193,8 @@ def _positive_max(
 
     A winner is an index into `hidden`, or -1 where no logit is positive.
     """
+    if hidden.is_cuda and hidden.dtype in _tensor_core_dtypes() and (kernel := _triton_kernel()) is not None:
+        return kernel(hidden, weight, bias, bounds, with_positions=with_positions)
     terms, batch = len(weight), len(bounds) - 1
     spans = [(i, start, stop) for i, (start, stop) in enumerate(pairwise(bounds)) if start < stop]
     starts = torch.tensor(bounds[:-1], device=hidden.device)
@@ -207,6 +212,20 @@ def _positive_max(
             positions[columns] = torch.where(best <= 0, -1, winner + starts)  # so worded that a NaN keeps its gradient
         result[:, columns] = best.T
     return result.relu_(), positions
+
+
+def _tensor_core_dtypes() -> tuple[torch.dtype, ...]:
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return (torch.bfloat16, torch.float16) if exact else (torch.bfloat16, torch.float16, torch.float32)
+
+
+@cache
+def _triton_kernel() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    if find_spec("triton") is None:
+        return None
+    from st_sparse_rescale.modules.fused_triton import positive_max
+
+    return positive_max
 
 
 def _refuse_second_derivative() -> None:
