@@ -193,9 +193,10 @@ def docstring_corpus(
         by_split[split_of(pair.module)].append(pair)
     seen: set[int] = set()
     for split in SPLITS:
-        by_split[split] = [pair for pair in by_split[split] if _overlap(pair, seen) <= MAX_OVERLAP]
-        for pair in by_split[split]:
-            seen.update(_shingles(pair.document))
+        shingled = [(pair, _shingles(pair.document)) for pair in by_split[split]]
+        kept = [(pair, shingles) for pair, shingles in shingled if len(shingles & seen) <= MAX_OVERLAP * len(shingles)]
+        by_split[split] = [pair for pair, _ in kept]
+        seen.update(*(shingles for _, shingles in kept))
     return DocstringCorpus(**by_split)
 
 
@@ -255,8 +256,3 @@ def _shingles(text: str) -> set[int]:
     count = max(1, len(words) - SHINGLE_WORDS + 1)
     # hash() of a tuple of str is salted per process; only membership within one call matters here.
     return {hash(tuple(words[i : i + SHINGLE_WORDS])) for i in range(count)}
-
-
-def _overlap(pair: DocstringPair, seen: set[int]) -> float:
-    shingles = _shingles(pair.document)
-    return len(shingles & seen) / len(shingles)

@@ -1,0 +1,239 @@
+"""The demonstration: train SPLADE with and without rescaling, evaluate, plot, save, and answer queries."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from st_sparse_rescale.demo.backbones import backbone_path
+from st_sparse_rescale.demo.corpus import docstring_corpus, write_corpus
+from st_sparse_rescale.demo.report import TrainedRun, results_table, write_report
+from st_sparse_rescale.evaluation.beir import load_evaluator
+from st_sparse_rescale.evaluation.bm25 import bm25_search
+from st_sparse_rescale.evaluation.tradeoff import flat_metrics, rank, trace_tradeoff
+from st_sparse_rescale.training import CollapseError, Recipe, train
+from st_sparse_rescale.training.train import CHECKPOINTS, last_complete_checkpoint
+
+RUNS = (("bert-mini", 1), ("modernbert-mini", 1), ("modernbert-mini", 16))
+LIMITS = (32, 64, 128, 256, None)
+QUERIES = (
+    "compute the mean along an axis and ignore missing values",
+    "split an array into several sub-arrays",
+    "open a file and read its lines",
+)
+TOP_DOCUMENTS, TOP_TERMS, PREVIEW = 3, 12, 110
+
+
+def run_demo(
+    output: str | Path,
+    queries: Sequence[str] = QUERIES,
+    *,
+    recipe: str | Path = "demo",
+    console: Console | None = None,
+    **overrides: Any,
+) -> Path:
+    """Run the demonstration, or go on with a killed one.
+
+    The corpus is built from the installed docstrings, each backbone of :data:`RUNS` is trained with its k and
+    evaluated beside BM25, and the folder receives ``report.md`` with its plots and figures, ``corpus/``, ``runs/`` and
+    the best model in ``model/``. At the end the best model answers the queries.
+
+    Args:
+        output: The folder; what an earlier call finished there is not done again.
+        queries: Queries to answer.
+        recipe: Name or path of the training recipe.
+        console: Where to print.
+        **overrides: Settings of the recipe to replace.
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        ValueError: The folder cannot be written, or holds runs of another recipe.
+
+    Example:
+        ::
+
+            from st_sparse_rescale.demo.run import run_demo
+
+            run_demo("demo-out", max_steps=50)
+    """
+    console = console or Console()
+    output = Path(output)
+    output.mkdir(parents=True, exist_ok=True)
+    settings = Recipe.load(recipe, **overrides)
+    with _progress(console) as progress:
+        corpus = _corpus(output / "corpus", progress)
+        evaluator = cast(SparseInformationRetrievalEvaluator, load_evaluator(corpus / "test"))
+        bm25 = _bm25(evaluator)
+        runs, models = [], []
+        for backbone, k in RUNS:
+            trained, model = _trained_run(settings, backbone, k, corpus, evaluator, output / "runs", progress)
+            runs.append(trained)
+            models.append(model)
+    best = max(range(len(runs)), key=lambda i: runs[i].metrics["ndcg@10"])
+    _save(models[best], output / "model")
+    page = write_report(output, runs, bm25, _setting(settings, corpus, evaluator))
+
+    console.print(_rich_table(*results_table(runs, bm25)))
+    answer(models[best], evaluator, queries, console)
+    console.print(f"\nThe report: {page}\nThe best model ({runs[best].name}): SparseEncoder({str(output / 'model')!r})")
+    return page
+
+
+def answer(
+    model: SparseEncoder,
+    evaluator: SparseInformationRetrievalEvaluator,
+    queries: Sequence[str],
+    console: Console,
+) -> None:
+    """Show, for each query, its strongest terms and the documents that it finds.
+
+    Args:
+        model: The model.
+        evaluator: Holds the documents.
+        queries: The queries.
+        console: Where to print.
+    """
+    documents = model.encode_document(list(map(str, evaluator.corpus)), batch_size=64)
+    embeddings = model.encode_query(list(queries))
+    scores = model.similarity(embeddings, documents)
+    texts = dict(zip(evaluator.corpus_ids, evaluator.corpus, strict=True))
+    hits = rank(scores, evaluator.corpus_ids, TOP_DOCUMENTS)
+    decoded = cast(list[list[tuple[str, float]]], model.decode(embeddings, top_k=TOP_TERMS))
+    for query, terms, found in zip(queries, decoded, hits, strict=True):
+        console.print(f"\n[bold]{query}[/]")
+        words = set(model.tokenizer.tokenize(query))
+        shown = (f"{term} {weight:.2f}" if term in words else f"[cyan]{term} {weight:.2f}[/]" for term, weight in terms)
+        console.print("  terms ([cyan]expansion[/]): " + ", ".join(shown))
+        for place, hit in enumerate(found, start=1):
+            preview = str(texts[hit["corpus_id"]])[:PREVIEW]
+            console.print(f"  {place}. {hit['corpus_id']} ({hit['score']:.1f})", markup=False, highlight=False)
+            console.print(f"     {preview}...", markup=False, highlight=False, style="dim")
+
+
+@dataclass
+class _TrainingProgress(TrainerCallback):
+    """Moves a progress bar with the steps of a training, and shows its loss."""
+
+    progress: Progress
+    title: str
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.task = self.progress.add_task(self.title, total=state.max_steps, completed=state.global_step)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.progress.update(self.task, completed=state.global_step)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if logs and "base_loss" in logs:
+            self.progress.update(self.task, description=f"{self.title}, loss {logs['base_loss']:.3g}")
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        yield progress
+
+
+def _corpus(folder: Path, progress: Progress) -> Path:
+    if not folder.exists():
+        task = progress.add_task("Reading the installed docstrings", total=100)
+        write_corpus(
+            docstring_corpus(progress=lambda share: progress.update(task, completed=round(100 * share))), folder
+        )
+    return folder
+
+
+def _trained_run(
+    settings: Recipe,
+    backbone: str,
+    k: float,
+    corpus: Path,
+    evaluator: SparseInformationRetrievalEvaluator,
+    folder: Path,
+    progress: Progress,
+) -> tuple[TrainedRun, SparseEncoder]:
+    name = f"{backbone}, k = {k:g}"
+    output = folder / f"{backbone}-k{k:g}"
+    recipe = settings.override(model=backbone_path(backbone), k=k, train=str(corpus / "train.jsonl"))
+    began, said = time.perf_counter(), []
+    try:
+        result = train(recipe, output, callbacks=[_TrainingProgress(progress, f"Training {name}")], progress_bar=False)
+        model, history = result.model, result.history
+    except CollapseError as error:
+        # A collapsed model is a result here: it is evaluated as it was when the guard stopped it.
+        said.append(str(error))
+        checkpoint = last_complete_checkpoint(output / CHECKPOINTS)
+        if checkpoint is None:
+            raise
+        model = SparseEncoder(str(checkpoint))
+        history = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history
+    seconds = time.perf_counter() - began
+    task = progress.add_task(f"Evaluating {name}", total=1)
+    curve = trace_tradeoff(model, evaluator, LIMITS, batch_size=64)
+    progress.update(task, completed=1)
+    losses = [(int(row["step"]), float(row["base_loss"])) for row in history if "base_loss" in row]
+    return TrainedRun(name, backbone, k, curve[LIMITS.index(None)], curve, losses, seconds, said), model
+
+
+def _bm25(evaluator: SparseInformationRetrievalEvaluator) -> dict[str, float]:
+    corpus = dict(zip(evaluator.corpus_ids, map(str, evaluator.corpus), strict=True))
+    queries = dict(zip(evaluator.queries_ids, map(str, evaluator.queries), strict=True))
+    return flat_metrics(evaluator.compute_metrics([*bm25_search(corpus, queries, top_k=100)]))
+
+
+def _save(model: SparseEncoder, folder: Path) -> None:
+    partial = folder.with_name(folder.name + ".partial")
+    model.save_pretrained(str(partial))
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.replace(folder)
+
+
+def _setting(
+    recipe: Recipe, corpus: Path, evaluator: SparseInformationRetrievalEvaluator
+) -> dict[str, str | int | float]:
+    with open(corpus / "train.jsonl", "rb") as lines:
+        pairs = sum(1 for _ in lines)
+    libraries = ("torch", "transformers", "sentence-transformers")
+    return {
+        "training pairs": pairs,
+        "test documents": len(evaluator.corpus),
+        "test queries": len(evaluator.queries),
+        "steps": recipe.max_steps or 0,
+        "batch size": recipe.batch_size,
+        "learning rate": recipe.learning_rate,
+        "FLOPS weight": recipe.document_regularizer_weight,
+        "tokens a text": recipe.max_seq_length,
+        "seed": recipe.seed,
+        "threads": torch.get_num_threads(),
+        "versions": ", ".join(f"{name} {version(name)}" for name in libraries),
+    }
+
+
+def _rich_table(header: list[str], rows: list[list[str]]) -> Table:
+    table = Table(title="Held-out queries", title_justify="left")
+    for column in header:
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
