@@ -188,7 +188,8 @@ def probe(model: PreTrainedModel, decoder: nn.Linear, replaced: dict[str, Tensor
 def agree(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal up to rounding, relative to the largest value; never true for NaN."""
     difference = (one.double() - other.double()).abs().max()
-    return bool(difference <= TOLERANCE[one.dtype] * one.abs().max().double())
+    tolerance = max(TOLERANCE[one.dtype], TOLERANCE[other.dtype])
+    return bool(difference <= tolerance * one.abs().max().double())
 
 
 def _decoder(model: PreTrainedModel) -> tuple[nn.Linear, str]:
@@ -200,7 +201,7 @@ def _decoder(model: PreTrainedModel) -> tuple[nn.Linear, str]:
             mend="rescale the PyTorch checkpoint, save it, and export that",
         )
     if not hasattr(model, "get_output_embeddings"):
-        _refuse(model, "it is not a transformers model")
+        _refuse(model, "it is not a transformers model", mend="pass the transformers model, not what wraps it")
     if getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None):
         _refuse(
             model,
@@ -221,7 +222,7 @@ def _decoder(model: PreTrainedModel) -> tuple[nn.Linear, str]:
     if decoder is None:
         _refuse(
             model,
-            "it has no MLM head (get_output_embeddings() is None)",
+            "it has no MLM head, or names none (get_output_embeddings() is None)",
             mend="load a masked language model with AutoModelForMaskedLM; an encoder or a dense model holds no head",
         )
     name = next((name for name, module in model.named_modules() if module is decoder), None)
@@ -234,14 +235,13 @@ def _decoder(model: PreTrainedModel) -> tuple[nn.Linear, str]:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluate without gradients, autocast or chance, and leave modes and random number generators as they were."""
+    """Evaluate without gradients or autocast, and leave modes and random number generators as they were."""
     modes = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device
     devices = [device] if device.type == "cuda" else []
     model.eval()
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.random.fork_rng(devices):
-            torch.manual_seed(0)
             yield
     finally:
         for module, training in modes.items():
@@ -249,7 +249,10 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _input_embeddings(model: Any) -> Tensor:
-    return model.get_input_embeddings().weight
+    try:
+        return model.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError) as error:
+        _refuse(model, "its input embeddings are unknown, so whether they are the decoder's is too", cause=error)
 
 
 def _bias_candidates(model: nn.Module, decoder: nn.Linear, decoder_name: str) -> dict[str, nn.Parameter]:
@@ -295,7 +298,7 @@ def _same_values(output: Any, states: Tensor) -> bool:
     return (
         isinstance(output, Tensor)
         and output.numel() == states.numel()
-        and torch.equal(output.reshape(-1), states.reshape(-1))
+        and torch.equal(output.reshape(-1).to(states), states.reshape(-1))
     )
 
 

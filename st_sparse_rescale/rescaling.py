@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from numbers import Real
@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 
 import torch
 from sentence_transformers import SparseEncoder
-from torch import Tensor
-from torch.nn import functional
+from sentence_transformers.base.modules import Transformer
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from st_sparse_rescale.heads import MLMHead, UnsupportedHeadError, agree, probe
@@ -95,9 +95,8 @@ def recorded_rescale(config_or_model: PretrainedConfig | PreTrainedModel | Spars
         >>> recorded_rescale(BertConfig(mlm_head_rescale={"k": 16.0, "strategy": "weight", "reason": "given"}))
         HeadRescale(k=16.0, strategy='weight', reason='given')
     """
-    config = config_or_model
-    if not isinstance(config, PretrainedConfig):
-        config = _masked_lm(config_or_model).config
+    is_config = isinstance(config_or_model, PretrainedConfig)
+    config = config_or_model if is_config else _masked_lm(config_or_model).config
     record = getattr(config, CONFIG_KEY, None)
     if record is None:
         return None
@@ -171,23 +170,22 @@ def rescale_mlm_head(
         return None
 
     head = MLMHead.of(model)
-    if strategy == "norm" and head.norm is None:
-        raise UnsupportedHeadError(
-            f'The head of {type(model).__name__} cannot be rescaled with strategy="norm": no norm with a weight gives '
-            f'what enters {head.decoder_name}. Use strategy="weight".'
-        )
-    plain = probe(model, head.decoder)
-    with _all_or_nothing(_parts(head, strategy)) as before:
-        _divide(before, number)
+    parts = _divided_by(strategy, model, head)
+    original = probe(model, head.decoder)
+    with _all_or_nothing(parts) as copies:
+        for part in parts:
+            _divide(part, number)
         after = probe(model, head.decoder)
-        if strategy == "norm":
-            expected = plain.logits / number
-        else:  # the encoder's input changes with a tied matrix, so the equation is applied to the states of now
-            expected = functional.linear(after.states, before[head.decoder.weight] / number, head.bias)
+        if strategy == "weight":
+            with torch.no_grad():
+                expected = nn.functional.linear(after.states, copies[0]) / number
+                expected += 0 if head.bias is None else head.bias
+        else:
+            expected = original.logits / number
         if not agree(after.logits, expected):
             raise UnsupportedHeadError(
-                f"The head of {type(model).__name__} was left alone: divided by k={number:g} with "
-                f"strategy={strategy!r} it does not give the logits of the equation. Use the other strategy, or k=1."
+                f"Dividing the head of {type(model).__name__} by k={number:g} with strategy={strategy!r} did not give "
+                "the logits it should. The head was restored; use another model or strategy."
             )
     rescale = HeadRescale(number, strategy, reason)
     setattr(model.config, CONFIG_KEY, asdict(rescale))
@@ -198,48 +196,50 @@ def _masked_lm(model: Any) -> PreTrainedModel:
     """The transformers model of a ``SparseEncoder``; any other model is returned as it is, for the head to judge."""
     if not isinstance(model, SparseEncoder):
         return model
-    found = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
+    found = [module.model for module in model.modules() if isinstance(module, Transformer)]
     if len(found) != 1:
-        raise UnsupportedHeadError(
-            f"This SparseEncoder holds {len(found)} models with an MLM head, not one: pass the one itself."
+        raise ValueError(
+            f"The SparseEncoder holds {len(found)} transformers, not one. Pass the transformers model itself, such as "
+            "model[0].model."
         )
     return found[0]
 
 
-def _parts(head: MLMHead, strategy: Strategy) -> list[Tensor]:
-    """The parameters that a strategy divides, each once: a tied matrix has two names and one memory."""
+def _divided_by(strategy: Strategy, model: PreTrainedModel, head: MLMHead) -> list[Tensor]:
+    """What a strategy divides, each parameter once, however many names it has."""
     if strategy == "weight":
         return [head.decoder.weight]
-    assert head.norm is not None
+    if head.norm is None:
+        raise UnsupportedHeadError(
+            f'The head of {type(model).__name__} cannot be rescaled with strategy="norm": no norm whose output scales '
+            f'with its weight enters {head.decoder_name} directly. Use strategy="weight".'
+        )
     return [*head.norm.parameters(), *([] if head.bias is None else [head.bias])]
 
 
 @contextmanager
-def _all_or_nothing(parts: Iterable[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
-    """Lend copies of parameters, and put them back if anything goes wrong."""
-    before = {part: part.detach().clone() for part in parts}
+def _all_or_nothing(parts: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Give copies of parameters that are about to be changed, and put them back if anything fails."""
+    copies = [part.detach().clone() for part in parts]
     try:
-        yield before
+        yield copies
     except BaseException:
         with torch.no_grad():
-            for part, values in before.items():
-                part.copy_(values)
+            for part, copy in zip(parts, copies, strict=True):
+                part.copy_(copy)
         raise
 
 
 @torch.no_grad()
-def _divide(before: dict[Tensor, Tensor], k: float) -> None:
-    """Divide in place, in float32 where the parameter is in half precision.
-
-    Raises:
-        ValueError: If a noticeable share of the weights is too small for their precision once divided.
-    """
-    for part, values in before.items():
-        exact = values.to(torch.promote_types(values.dtype, torch.float32)) / k
-        part.copy_(exact)
-        lost = ((part == 0) & (values != 0)).float().mean().item()
-        if lost > NEGLIGIBLE_SHARE:
-            raise ValueError(
-                f"Divided by k={k:g}, {lost:.1%} of the weights are too small for {values.dtype} and turn to zero: "
-                "load the model in float32 or bfloat16."
-            )
+def _divide(part: Tensor, k: float) -> None:
+    """Divide a parameter in place, so that whatever shares its memory follows, with one rounding."""
+    nonzero = part != 0
+    part.copy_(part.to(torch.promote_types(part.dtype, torch.float32)) / k)
+    lost = ((part == 0) & nonzero).sum().item()
+    share = lost / max(nonzero.sum().item(), 1)
+    if share > NEGLIGIBLE_SHARE or not part.isfinite().all():
+        what = f"{share:.1%} of the weights would become zero" if lost else "weights would become infinite"
+        raise ValueError(
+            f"k={k:g} is out of the range of {str(part.dtype).removeprefix('torch.')}: {what}. Load the model in "
+            "float32, rescale it, and convert it afterwards; or use a k closer to 1."
+        )
