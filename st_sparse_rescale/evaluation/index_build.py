@@ -52,7 +52,7 @@ def build_shards(
         ValueError: There are no documents.
     """
     settings = {
-        "model_crc32": _model_crc32(model),
+        "model_crc32": model_crc32(model),
         "prompts": dict(model.prompts),
         "max_seq_length": model.max_seq_length,
         "max_active_dims": model.max_active_dims if max_active_dims is None else max_active_dims,
@@ -121,7 +121,7 @@ def _begin_or_resume(folder: Path, settings: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _model_crc32(model: SparseEncoder) -> int:
+def model_crc32(model: torch.nn.Module) -> int:
     """Checksum of the weights, so that no index is ever continued with another model."""
     checksum = 0
     for tensor in model.state_dict().values():

@@ -64,13 +64,16 @@ def score_ranking(metric: str, found: Sequence[tuple[int, int]], grades: Sequenc
     return sum(number / rank for number, (rank, _) in enumerate(top, start=1)) / min(k, len(grades))
 
 
-def measure(run: Run, qrels: Qrels, metrics: Iterable[str] = DEFAULT_METRICS) -> dict[str, dict[str, float]]:
+def measure(
+    run: Run, qrels: Qrels, metrics: Iterable[str] = DEFAULT_METRICS, *, relevant_from: int = 1
+) -> dict[str, dict[str, float]]:
     """Score a run.
 
     Args:
         run: The rankings; a query without one scores 0.
         qrels: The judgements. Queries without a relevant document cannot be scored and are left out.
         metrics: Such as ``ndcg@10``: see :func:`score_ranking`.
+        relevant_from: Lowest grade that counts as relevant in metrics other than nDCG.
 
     Returns:
         For each metric the score of each query that has a relevant document.
@@ -84,18 +87,26 @@ def measure(run: Run, qrels: Qrels, metrics: Iterable[str] = DEFAULT_METRICS) ->
             scores = measure({"q": [("d1", 2.0), ("d2", 1.0)]}, {"q": {"d2": 1}}, ["mrr@10"])
             # {"mrr@10": {"q": 0.5}}
     """
-    relevant = {query: {id: g for id, g in grades.items() if g > 0} for query, grades in qrels.items()}
-    relevant = {query: grades for query, grades in relevant.items() if grades}
-    if not relevant:
+    graded = _relevant(qrels, 1)
+    binary = graded if relevant_from == 1 else _relevant(qrels, relevant_from)
+    scores = {}
+    for metric in dict.fromkeys(metrics):
+        judged = graded if parse_metric(metric)[0] == "ndcg" else binary
+        scores[metric] = {query: _score(metric, run.get(query, ()), grades) for query, grades in judged.items()}
+    return scores
+
+
+def _score(metric: str, hits: Sequence[tuple[str, float]], grades: Mapping[str, int]) -> float:
+    found = [(rank, grades[id]) for rank, (id, _) in enumerate(hits, start=1) if id in grades]
+    return score_ranking(metric, found, list(grades.values()))
+
+
+def _relevant(qrels: Qrels, lowest: int) -> dict[str, dict[str, int]]:
+    judged = {query: {id: grade for id, grade in grades.items() if grade >= lowest} for query, grades in qrels.items()}
+    judged = {query: grades for query, grades in judged.items() if grades}
+    if not judged:
         raise ValueError("No query has a relevant document: there is nothing to measure.")
-    found = {
-        query: [(rank, grades[id]) for rank, (id, _) in enumerate(run.get(query, ()), start=1) if id in grades]
-        for query, grades in relevant.items()
-    }
-    return {
-        metric: {query: score_ranking(metric, found[query], list(g.values())) for query, g in relevant.items()}
-        for metric in dict.fromkeys(metrics)
-    }
+    return judged
 
 
 def depth(metrics: Iterable[str]) -> int:

@@ -1,0 +1,149 @@
+"""Results of an evaluation as tables for the terminal and for documents, and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from st_sparse_rescale.evaluation.evaluate import CollectionResult, ComparisonResult, Evaluation, SystemResult
+
+_SPELLED = {"ndcg": "nDCG", "mrr": "MRR", "map": "MAP", "recall": "Recall", "precision": "P", "accuracy": "Acc"}
+
+
+def results_table(results: Evaluation) -> Table:
+    """One row a collection and system, and the means over the collections.
+
+    Example:
+        ::
+
+            rich.print(results_table(evaluate("my-splade", ["scifact"])))
+    """
+    header, groups = _results(results)
+    return _rich("Results", header, groups)
+
+
+def collections_table(results: Evaluation) -> Table:
+    """What the evaluation should not hide: lengths, truncation, self-exclusion, time and memory."""
+    header = ["collection", "documents", "queries", "max. length", "truncated", "self excluded", "seconds", "peak MiB"]
+    return _rich("Collections", header, [[_facts(c) for c in results.collections]])
+
+
+def comparisons_table(results: Evaluation) -> Table | None:
+    """The comparisons query by query, or ``None`` where nothing was compared."""
+    rows = [[c.name, *_compared(comparison)] for c in results.collections for comparison in c.comparisons]
+    if not rows:
+        return None
+    first = next(comparison for c in results.collections for comparison in c.comparisons)
+    test = "every sign pattern" if first.exact else f"{first.permutations:,} sign patterns, seed {first.seed}"
+    header = ["collection", "metric", "a", "b", "a - b", "p", "a better", "b better", "equal"]
+    return _rich(f"Paired randomisation test ({test})", header, [rows])
+
+
+def as_markdown(results: Evaluation) -> str:
+    """The results table in Markdown."""
+    header, groups = _results(results)
+    rows = [header, ["---", "---", *["---:"] * (len(header) - 2)], *(row for group in groups for row in group)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def plot_tradeoff(results: Evaluation, file: str | Path, metric: str = "ndcg@10") -> Path:
+    """Draw effectiveness against FLOPS, a line for each model, from the mean over the collections.
+
+    Args:
+        results: Of an evaluation at several limits of active dimensions.
+        file: Where the image goes; its suffix says the format.
+        metric: What is drawn.
+
+    Returns:
+        The file.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    lines: dict[str, list[tuple[float, float, str]]] = {}
+    for row in results.means():
+        value = row.metrics.get(metric)
+        if value is None:
+            continue
+        if row.flops is None:
+            axes.axhline(value, color="grey", linestyle=":", label=row.system)
+        elif row.flops > 0:  # nothing active has no place on a logarithmic axis
+            model = row.system.removesuffix(f" ({row.limit} dims)")
+            label = "all" if row.limit is None else str(row.limit)
+            lines.setdefault(model, []).append((row.flops, value, label))
+    for model, points in lines.items():
+        points.sort()
+        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], marker="o", label=model)
+        for x, y, label in points:
+            axes.annotate(label, (x, y), textcoords="offset points", xytext=(4, -10), fontsize=8)
+    axes.set(xlabel="FLOPS a query and document", ylabel=_spelled(metric), xscale="log", ylim=(0, None))
+    axes.set_title("Effectiveness against efficiency, by active dimensions", fontsize=10)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=150)
+    return Path(file)
+
+
+def _results(results: Evaluation) -> tuple[list[str], list[list[list[str]]]]:
+    rows = [(c.name, system) for c in results.collections for system in c.systems]
+    metrics = list(dict.fromkeys(metric for _, system in rows for metric in system.metrics))
+    header = ["collection", "system", *map(_spelled, metrics), "query dims", "document dims", "FLOPS"]
+    groups = [[_row(c.name, system, metrics) for system in c.systems] for c in results.collections]
+    if len(results.collections) > 1:
+        groups.append([_row("mean", system, metrics) for system in results.means()])
+    return header, groups
+
+
+def _row(collection: str, system: SystemResult, metrics: Sequence[str]) -> list[str]:
+    scores = [f"{system.metrics[metric]:.3f}" if metric in system.metrics else "" for metric in metrics]
+    costs: list[tuple[float | None, str]] = [
+        (system.query_active_dims, ",.0f"),
+        (system.corpus_active_dims, ",.0f"),
+        (system.flops, ",.2f"),
+    ]
+    return [
+        collection,
+        system.system,
+        *scores,
+        *("" if value is None else format(value, form) for value, form in costs),
+    ]
+
+
+def _facts(c: CollectionResult) -> list[str]:
+    def both(query: object, corpus: object, form: Callable[[object], str] = str) -> str:
+        return f"{form(query)} / {form(corpus)}"
+
+    lengths = both(c.query_max_length or "none", c.corpus_max_length or "none")
+    truncated = both(c.query_truncated, c.corpus_truncated, lambda share: f"{share:.1%}")
+    counts = [f"{c.documents:,}", f"{c.queries:,}"]
+    excluded = "yes" if c.self_excluded else "no"
+    return [c.name, *counts, lengths, truncated, excluded, f"{c.seconds:,.1f}", f"{c.peak_memory_mib:,.0f}"]
+
+
+def _compared(c: ComparisonResult) -> list[str]:
+    counts = [str(count) for count in (c.wins, c.losses, c.ties)]
+    return [_spelled(c.metric), c.a, c.b, f"{c.difference:+.4f}", f"{c.p_value:.4f}", *counts]
+
+
+def _spelled(metric: str) -> str:
+    name, _, cut_off = metric.partition("@")
+    return f"{_SPELLED.get(name, name)}@{cut_off}"
+
+
+def _rich(title: str, header: Sequence[str], groups: Sequence[Sequence[Sequence[str]]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    texts = {"collection", "system", "metric", "a", "b"}
+    for name in header:
+        table.add_column(name, justify="left" if name in texts else "right")
+    for group in groups:
+        for row in group:
+            table.add_row(*row)
+        table.add_section()
+    return table
