@@ -6,9 +6,17 @@ from st_sparse_rescale.compatibility import require_companions
 require_companions()  # before an import that would fail with a riddle
 
 from st_sparse_rescale.heads import MLMHead, UnsupportedHeadError
-from st_sparse_rescale.modules import RescaledMLMTransformer, SpladePooling
+from st_sparse_rescale.modules import RescaledMLMTransformer, SpladePooling, fuse, unfuse
 from st_sparse_rescale.rescaling import rescale_mlm_head
 
 __version__ = "0.1.0"
 
-__all__ = ["MLMHead", "RescaledMLMTransformer", "SpladePooling", "UnsupportedHeadError", "rescale_mlm_head"]
+__all__ = [
+    "MLMHead",
+    "RescaledMLMTransformer",
+    "SpladePooling",
+    "UnsupportedHeadError",
+    "fuse",
+    "rescale_mlm_head",
+    "unfuse",
+]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ import yaml
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
+from rich.prompt import Prompt
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -75,6 +77,44 @@ def train(
         console.print(recipe.table())
         result = run(recipe, output)
         console.print(f"Saved. Load it with SparseEncoder({str(result.folder)!r}).")
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for corpus, runs, report and the best model.")] = Path(
+        "demo-out"
+    ),
+    query: Annotated[list[str] | None, typer.Option(help="Query to answer at the end; repeatable.")] = None,
+    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+) -> None:
+    """Train the shipped mini backbones with and without rescaling on installed docstrings, and compare them.
+
+    At the end the best model answers three queries, typed in where a person is there to type.
+    """
+    from st_sparse_rescale.demo.run import run_demo
+
+    with _one_message(debug):
+        _quiet_libraries()
+        page = run_demo(output, query or _typed_queries, console=console)
+        console.print(f"\nThe report: {page}")
+
+
+def _typed_queries(examples: Sequence[str]) -> list[str]:
+    """Ask for as many queries as there are examples; Enter takes the example, as does a terminal without a person."""
+    if not sys.stdin.isatty():
+        return list(examples)
+    return [Prompt.ask("Your query", default=example, console=console) for example in examples]
+
+
+def _quiet_libraries() -> None:
+    """Leave the screen to our own progress bars."""
+    import datasets
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
 
 
 def _settings(texts: list[str]) -> dict[str, Any]:

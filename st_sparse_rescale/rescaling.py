@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -96,13 +97,13 @@ def recorded_rescale(config_or_model: PretrainedConfig | PreTrainedModel | Spars
         HeadRescale(k=16.0, strategy='weight', reason='given')
     """
     is_config = isinstance(config_or_model, PretrainedConfig)
-    config = config_or_model if is_config else _masked_lm(config_or_model).config
+    config = config_or_model if is_config else getattr(_masked_lm(config_or_model), "config", None)
     record = getattr(config, CONFIG_KEY, None)
     if record is None:
         return None
     try:
         rescale = HeadRescale(**record)
-        valid = validate_k(rescale.k) == rescale.k and rescale.strategy in get_args(Strategy)
+        valid = validate_k(rescale.k) != "auto" and rescale.strategy in get_args(Strategy)
     except (TypeError, ValueError):
         valid = False
     if not valid:
@@ -188,8 +189,18 @@ def rescale_mlm_head(
                 "the logits it should. The head was restored; use another model or strategy."
             )
     rescale = HeadRescale(number, strategy, reason)
-    setattr(model.config, CONFIG_KEY, asdict(rescale))
+    _record(model, rescale)
     return rescale
+
+
+def _record(model: PreTrainedModel, rescale: HeadRescale) -> None:
+    """Write the record into a config of the model's own, since other models may have been built from the same one."""
+    shared = model.config
+    own = deepcopy(shared)
+    setattr(own, CONFIG_KEY, asdict(rescale))
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own
 
 
 def _masked_lm(model: Any) -> PreTrainedModel:

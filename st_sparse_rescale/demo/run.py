@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -40,7 +40,7 @@ TOP_DOCUMENTS, TOP_TERMS, PREVIEW = 3, 12, 110
 
 def run_demo(
     output: str | Path,
-    queries: Sequence[str] = QUERIES,
+    queries: Sequence[str] | Callable[[Sequence[str]], Sequence[str]] = QUERIES,
     *,
     recipe: str | Path = "demo",
     console: Console | None = None,
@@ -54,7 +54,7 @@ def run_demo(
 
     Args:
         output: The folder; what an earlier call finished there is not done again.
-        queries: Queries to answer.
+        queries: Queries to answer, or a function that asks for them when it is time, given some examples.
         recipe: Name or path of the training recipe.
         console: Where to print.
         **overrides: Settings of the recipe to replace.
@@ -90,8 +90,8 @@ def run_demo(
     page = write_report(output, runs, bm25, _setting(settings, corpus, evaluator))
 
     console.print(_rich_table(*results_table(runs, bm25)))
-    answer(models[best], evaluator, queries, console)
-    console.print(f"\nThe report: {page}\nThe best model ({runs[best].name}): SparseEncoder({str(output / 'model')!r})")
+    console.print(f"The best model ({runs[best].name}) is saved: SparseEncoder({str(output / 'model')!r})")
+    answer(models[best], evaluator, queries(QUERIES) if callable(queries) else queries, console)
     return page
 
 

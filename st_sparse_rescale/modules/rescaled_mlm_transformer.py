@@ -10,8 +10,11 @@ from typing import Any, ClassVar, Literal, get_args
 from sentence_transformers.base import BaseModel
 from sentence_transformers.base.model_card import BaseModelCardData
 from sentence_transformers.base.modules import Module, Transformer
-from sentence_transformers.sparse_encoder.modules import SpladePooling
+from sentence_transformers.sparse_encoder import modules as stock
 
+from st_sparse_rescale.heads import MLMHead, UnsupportedHeadError
+from st_sparse_rescale.modules.hand_over import DECODER_INPUT, DecoderInput, can_hand_over, followers, handing_over
+from st_sparse_rescale.modules.splade_pooling import SpladePooling
 from st_sparse_rescale.modules.stock_checkpoint import SavedAsStock
 from st_sparse_rescale.modules.trained_head import require_trained_head
 from st_sparse_rescale.rescaling import Strategy, recorded_rescale, rescale_mlm_head, validate_k
@@ -61,6 +64,10 @@ class RescaledMLMTransformer(SavedAsStock, Transformer):
     """
 
     stock_class: ClassVar[type[Module]] = Transformer
+    hands_over: bool = False
+    """Whether the pooling gets the decoder's input instead of the logits; found out when the model is built."""
+    rescaled_here: bool = False
+    """Whether the head was divided in memory and not yet on disk."""
 
     def __init__(
         self,
@@ -103,11 +110,32 @@ class RescaledMLMTransformer(SavedAsStock, Transformer):
         self._refuse_adapter_without_base()
 
     def on_model_ready(self, model: BaseModel) -> None:
-        """Promote the built model, and tell its poolings the width of the vectors."""
+        """Promote the built model, tell its poolings the width of the vectors, and see who gets what from here."""
         super().on_model_ready(model)
+        after = followers(model, self)
+        self.hands_over = all(isinstance(module, SpladePooling) for module in after) and self._logits_are_a_product()
         for module in model.modules():
-            if isinstance(module, SpladePooling) and module.embedding_dimension is None:
+            if isinstance(module, stock.SpladePooling) and module.embedding_dimension is None:
                 module.embedding_dimension = self.get_embedding_dimension()
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Run the masked LM.
+
+        Args:
+            features: What the tokenizer made: ``input_ids`` and ``attention_mask`` (batch, length), and others.
+            **kwargs: Passed to the model.
+
+        Returns:
+            The features with ``token_embeddings``, the logits (batch, length, vocabulary), added; or, where our
+            pooling comes next, with ``decoder_input``, what the logits are the product of.
+        """
+        decoder = self.model.get_output_embeddings()
+        if not (self.hands_over and can_hand_over(decoder)):
+            return super().forward(features, **kwargs)
+        with handing_over(decoder):
+            features = super().forward(features, **kwargs)
+        features[DECODER_INPUT] = DecoderInput(features.pop("token_embeddings"), decoder.weight, decoder.bias)
+        return features
 
     def before_save(self, card: BaseModelCardData) -> None:
         """Refuse to save an adapter alone, and put k, strategy, reason and the citation into the model card.
@@ -124,6 +152,14 @@ class RescaledMLMTransformer(SavedAsStock, Transformer):
     def get_embedding_dimension(self) -> int:
         """The width of the logits: the vocabulary size of the model, which may be rounded up from the tokenizer's."""
         return self.config.vocab_size
+
+    def _logits_are_a_product(self) -> bool:
+        """Whether nothing but the decoder itself stands between its input and the logits."""
+        try:
+            head = MLMHead.of(self.model)
+        except UnsupportedHeadError:
+            return False
+        return head.bias is head.decoder.bias
 
     def _refuse_adapter_without_base(self) -> None:
         if self.rescaled_here and getattr(self.model, "peft_config", None):

@@ -12,6 +12,8 @@ from sentence_transformers.base.modules import Module
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sparse_encoder import modules as stock
 
+from st_sparse_rescale.modules.fused_head import splade_head, unpad
+from st_sparse_rescale.modules.hand_over import DECODER_INPUT, DecoderInput
 from st_sparse_rescale.modules.stock_checkpoint import SavedAsStock
 
 
@@ -74,7 +76,7 @@ class SpladePooling(SavedAsStock, stock.SpladePooling):
         if isinstance(model, SparseEncoder):
             model.similarity_fn_name = model.similarity_fn_name  # the default, dot, is saved rather than left open
         if self.mask is not None:
-            self.mask.skiplist_words = model.tokenizer.convert_ids_to_tokens(model.tokenizer("").input_ids)
+            self.mask.skiplist_words = special_tokens(model)
             if not self.mask.skiplist_words:
                 raise ValueError(
                     "mask_special_tokens=True, but the tokenizer puts no special tokens around a text: "
@@ -87,15 +89,18 @@ class SpladePooling(SavedAsStock, stock.SpladePooling):
         return [self] if self.mask is None else [self.mask, self]
 
     def forward(self, features: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
-        """Pool the logits of a batch.
+        """Pool the logits of a batch, or what they are the product of.
 
         Args:
             features: ``token_embeddings``, the logits (batch, length, vocabulary), and ``attention_mask``
-                (batch, length); or flattened, (1, total length, vocabulary) with the bounds ``cu_seq_lens_q``.
+                (batch, length); or flattened, (1, total length, vocabulary) with the bounds ``cu_seq_lens_q``. From a
+                `RescaledMLMTransformer`, ``decoder_input`` instead of the logits, which then never exist.
 
         Returns:
             The features with ``sentence_embedding`` (batch, vocabulary) added.
         """
+        if DECODER_INPUT in features:
+            return self._forward_fused(features, features.pop(DECODER_INPUT))
         counted = features if self.mask is None else self._without_special_tokens(features, self.mask)
         if "cu_seq_lens_q" in counted:
             return super().forward(features)  # flattened inputs hold no padding
@@ -108,6 +113,26 @@ class SpladePooling(SavedAsStock, stock.SpladePooling):
 
         self.embedding_dimension = pooled.shape[1]
         features["sentence_embedding"] = pooled
+        return features
+
+    def _forward_fused(self, features: dict[str, Any], decoder_input: DecoderInput) -> dict[str, Any]:
+        """Multiply and pool tile by tile, over the positions that count."""
+        counted = {**features, "token_embeddings": decoder_input.states}
+        if self.mask is not None:
+            counted = self._without_special_tokens(counted, self.mask)
+        if "cu_seq_lens_q" in counted:  # flattened inputs hold no padding
+            tokens, bounds = counted["token_embeddings"].squeeze(0), counted["cu_seq_lens_q"]
+        else:
+            tokens, bounds = unpad(counted["token_embeddings"], counted["attention_mask"])
+        features["sentence_embedding"] = splade_head(
+            tokens,
+            bounds,
+            decoder_input.weight,
+            decoder_input.bias,
+            activation=self.activation_function,
+            pooling=self.pooling_strategy,
+        )
+        self.embedding_dimension = len(decoder_input.weight)
         return features
 
     @staticmethod
@@ -128,3 +153,8 @@ class SpladePooling(SavedAsStock, stock.SpladePooling):
 
     def _combine(self, pooled: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
         return torch.maximum(pooled, chunk) if self.pooling_strategy == "max" else pooled + chunk
+
+
+def special_tokens(model: BaseModel) -> list[str]:
+    """The tokens that the tokenizer of a model puts around every text."""
+    return model.tokenizer.convert_ids_to_tokens(model.tokenizer("").input_ids)

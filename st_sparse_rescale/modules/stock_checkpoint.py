@@ -119,16 +119,27 @@ def _stock_form(model: BaseModel) -> Iterator[None]:
         module: dict(module.named_children()) for module in model.modules() if isinstance(module, nn.Sequential)
     }
     try:
-        for sequence, children in sequences.items():
-            _set_children(sequence, _with_companions(children))
-        for module, own_class in ours.items():
-            module.__class__ = own_class.stock_class  # type: ignore[assignment]
+        become_stock(model)
         yield
     finally:
         for module, own_class in ours.items():
             module.__class__ = own_class
         for sequence, children in sequences.items():
-            _set_children(sequence, children)
+            set_children(sequence, children)
+
+
+def become_stock(model: BaseModel) -> None:
+    """Give the model and our modules their stock classes, and our modules their stock companions.
+
+    Args:
+        model: A built model; one that is stock is left alone.
+    """
+    for module in list(model.modules()):
+        if isinstance(module, nn.Sequential):
+            set_children(module, _with_companions(dict(module.named_children())))
+    for module in list(model.modules()):
+        if isinstance(module, SavedAsStock | StockCheckpoints):
+            module.__class__ = type(module).stock_class  # type: ignore[assignment]
 
 
 def _with_companions(children: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -142,7 +153,8 @@ def _with_companions(children: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return stock
 
 
-def _set_children(sequence: nn.Sequential, children: dict[str, nn.Module]) -> None:
+def set_children(sequence: nn.Sequential, children: dict[str, nn.Module]) -> None:
+    """Let a sequence hold these modules under these names, in this order."""
     if list(children) == [name for name, _ in sequence.named_children()]:
         return
     for name, _ in list(sequence.named_children()):
