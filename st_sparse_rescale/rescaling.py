@@ -200,7 +200,7 @@ def _record(model: PreTrainedModel, rescale: HeadRescale) -> None:
     setattr(own, CONFIG_KEY, asdict(rescale))
     for module in model.modules():
         if getattr(module, "config", None) is shared:
-            module.config = own
+            setattr(module, "config", own)  # noqa: B010 (a Module's attribute has no type)
 
 
 def _masked_lm(model: Any) -> PreTrainedModel:
