@@ -17,6 +17,8 @@ from rich.logging import RichHandler
 from rich.markup import escape
 from rich.prompt import Prompt
 
+from st_sparse_rescale.many_values import ManyValues
+
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
 # Under torchrun and accelerate every process runs the same command; one of them speaks.
@@ -97,6 +99,67 @@ def demo(
         _quiet_libraries()
         page = run_demo(output, query or _typed_queries, console=console)
         console.print(f"\nThe report: {page}")
+
+
+@app.command(cls=ManyValues)
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Checkpoint to evaluate: a folder or a hub name.")],
+    data: Annotated[
+        list[str],
+        typer.Option(
+            help="Collections: BEIR folders, nanobeir[:a,b], beir[:a,b], msmarco-dev, trec-dl-2019, irds:ID..."
+        ),
+    ],
+    metrics: Annotated[list[str] | None, typer.Option(help="Such as ndcg@10 mrr@10 recall@100.")] = None,
+    max_active_dims: Annotated[
+        list[str] | None, typer.Option(help="Limits of active dimensions to trace, such as 16 64 256 none.")
+    ] = None,
+    bm25: Annotated[bool, typer.Option("--bm25", help="Evaluate BM25 beside it.")] = False,
+    compare: Annotated[str | None, typer.Option(help="Another sparse model, to compare query by query.")] = None,
+    hybrid: Annotated[str | None, typer.Option(help="A dense model, to fuse with.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder for TREC run files.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON file for the results; a killed evaluation goes on from it.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Of the judgements.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Local copies of nanobeir or beir.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first problem with the data.")] = False,
+    exclude_self: Annotated[
+        bool | None, typer.Option(help="Leave out the document whose id is the query's; by default as is customary.")
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens a text, instead of the model's limit.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Texts encoded at once.")] = 32,
+    permutations: Annotated[int, typer.Option(help="Sign patterns drawn by the comparison's test.")] = 100_000,
+    seed: Annotated[int, typer.Option(help="Of that draw.")] = 0,
+    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+) -> None:
+    """Evaluate a sparse model on collections, or go on with a killed evaluation."""
+    from st_sparse_rescale.evaluation.evaluate import evaluate as run
+    from st_sparse_rescale.evaluation.report import parse_limits, show
+
+    with _one_message(debug):
+        _quiet_libraries()
+        results = run(
+            model,
+            data,
+            metrics=metrics,
+            max_active_dims=parse_limits(max_active_dims or ["none"]),
+            bm25=bm25,
+            compare_with=compare,
+            hybrid_with=hybrid,
+            run_dir=run_dir,
+            output=output,
+            split=split,
+            data_dir=data_dir,
+            strict=strict,
+            exclude_self=exclude_self,
+            max_length=max_length,
+            batch_size=batch_size,
+            permutations=permutations,
+            seed=seed,
+            show_progress_bar=not console.quiet,
+        )
+        show(results, console, plot_dir=run_dir or (output.parent if output else None))
 
 
 def _typed_queries(examples: Sequence[str]) -> list[str]:

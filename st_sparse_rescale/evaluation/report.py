@@ -6,12 +6,50 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
     from st_sparse_rescale.evaluation.evaluate import CollectionResult, ComparisonResult, Evaluation, SystemResult
 
 _SPELLED = {"ndcg": "nDCG", "mrr": "MRR", "map": "MAP", "recall": "Recall", "precision": "P", "accuracy": "Acc"}
+
+
+SHOWN_PROBLEMS = 10
+
+
+def show(results: Evaluation, console: Console, plot_dir: Path | None = None) -> None:
+    """Print the tables and what is wrong with the data, and draw the trade-off if limits were traced.
+
+    Args:
+        results: The results.
+        console: Where to print.
+        plot_dir: Folder for ``tradeoff.png``.
+    """
+    for table in (results_table(results), collections_table(results), comparisons_table(results)):
+        if table is not None:
+            console.print(table)
+    for collection in results.collections:
+        for problem in collection.problems[:SHOWN_PROBLEMS]:
+            console.print(problem, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        if (more := len(collection.problems) - SHOWN_PROBLEMS) > 0:
+            console.print(f"... and {more:,} more problems with {collection.name}.", style="yellow", highlight=False)
+    if plot_dir is not None and len(results.settings["max_active_dims"]) > 1:
+        console.print(f"The trade-off: {plot_tradeoff(results, plot_dir / 'tradeoff.png')}", highlight=False)
+
+
+def parse_limits(texts: Sequence[str]) -> list[int | None]:
+    """Read limits of active dimensions, ``none`` for no limit.
+
+    Raises:
+        ValueError: One is neither a positive whole number nor ``none``.
+    """
+    limits: list[int | None] = []
+    for text in texts:
+        if text.lower() != "none" and not (text.isdecimal() and int(text) > 0):
+            raise ValueError(f"A limit of active dimensions is a positive whole number or none, got {text!r}.")
+        limits.append(None if text.lower() == "none" else int(text))
+    return limits
 
 
 def results_table(results: Evaluation) -> Table:
