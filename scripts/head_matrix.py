@@ -77,6 +77,23 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "deberta-v2": {"legacy=False": {"legacy": False}},
 }
 
+DEBERTA = r"""
+## DeBERTa
+
+The published checkpoints hold their heads under the names of `legacy=False`, which multiplies with the input embeddings
+and has no decoder. The legacy head computes the same under other names. Convert a checkpoint once, and use the folder:
+
+```python
+names = {
+    r"^lm_predictions\.lm_head\.(dense|LayerNorm)\.": r"cls.predictions.transform.\1.",
+    r"^lm_predictions\.lm_head\.bias": "cls.predictions.bias",
+}
+model = AutoModelForMaskedLM.from_pretrained(checkpoint, legacy=True, key_mapping=names)
+model.save_pretrained(folder, save_original_format=False)
+AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+```
+"""
+
 
 class Row(NamedTuple):
     """What the matrix says of one class."""
@@ -181,7 +198,7 @@ def page(rows: list[Row]) -> str:
         "",
     ]
     lines += [f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in row)} |" for row in table]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + DEBERTA
 
 
 def main() -> None:

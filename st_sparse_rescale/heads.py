@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -42,15 +42,15 @@ class MLMHead:
         >>> from transformers import BertConfig, BertForMaskedLM
         >>> size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
         >>> head = MLMHead.of(BertForMaskedLM(BertConfig(vocab_size=50, **size)))
-        >>> head.decoder_name, head.norm_name, head.tied
-        ('cls.predictions.decoder', 'cls.predictions.transform.LayerNorm', True)
+        >>> head.decoder_name, head.bias_name, head.tied
+        ('cls.predictions.decoder', 'cls.predictions.decoder.bias', True)
         >>> head.vocab_size, head.hidden_size
         (50, 8)
     """
 
-    decoder: nn.Linear
-    bias: nn.Parameter | None
-    norm: nn.Module | None
+    decoder: nn.Linear = field(repr=False)
+    bias: nn.Parameter | None = field(repr=False)
+    norm: nn.Module | None = field(repr=False)
     decoder_name: str
     bias_name: str | None
     norm_name: str | None

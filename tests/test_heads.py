@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import importlib.util
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
+    AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
     BertForMaskedLM,
@@ -28,6 +31,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from st_sparse_rescale import heads
 from st_sparse_rescale.heads import MLMHead, UnsupportedHeadError, agree, probe
 from tests.tiny_models import ARCHITECTURES, HIDDEN_SIZE, build_model, randomize
 
@@ -64,6 +68,7 @@ def test_finds_the_head_of_every_architecture(name: str) -> None:
     assert head.norm is model.get_submodule(head.norm_name)
     assert head.tied is (name != "eurobert")
     assert head.vocab_size == model.config.vocab_size
+    assert len(repr(head)) < 250  # names, not a vocabulary of numbers
     assert head.hidden_size == (16 if name in ("albert", "electra") else HIDDEN_SIZE)
 
 
@@ -423,6 +428,22 @@ def head_matrix() -> ModuleType:
     return module
 
 
+def test_the_recipe_for_deberta_keeps_the_logits(
+    head_matrix: ModuleType, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    recipe = re.search(r"```python\n(.*?)```", head_matrix.DEBERTA, re.DOTALL)[1]
+    names = {"checkpoint": checkpoint("deberta-v2-new-head"), "folder": tmp_path}
+    exec(recipe, names | {"AutoModelForMaskedLM": AutoModelForMaskedLM, "AutoTokenizer": AutoTokenizer})
+    converted, report = AutoModelForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    ids = torch.randint(10, 200, (2, 9), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            converted.eval()(ids).logits, build_model("deberta-v2-new-head")(ids).logits, rtol=1e-5, atol=1e-5
+        )
+    assert MLMHead.of(converted).decoder_name == "cls.predictions.decoder"
+
+
 @pytest.mark.slow
 def test_the_page_of_architectures_is_what_the_code_says(head_matrix: ModuleType) -> None:
     committed = head_matrix.PAGE.read_text(encoding="utf-8")
@@ -439,3 +460,9 @@ def test_the_matrix_reports_what_cannot_be_built(head_matrix: ModuleType, monkey
     row = head_matrix.try_class(ModernBertForMaskedLM.config_class)
     assert row.weight == row.norm == "not built"
     assert row.reason
+
+
+def test_the_examples_run() -> None:
+    results = doctest.testmod(heads)
+    assert results.attempted > 3
+    assert results.failed == 0

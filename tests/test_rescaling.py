@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import json
 from collections.abc import Callable
 from fractions import Fraction
@@ -391,3 +392,9 @@ def test_refuses_a_sparse_encoder_without_one_masked_lm(checkpoint: Callable[[st
         rescale_mlm_head(SparseEncoder(modules=[dense, SpladePooling(embedding_dimension=32)], device="cpu"), 4)
     with pytest.raises(ValueError, match="holds 0 transformers, not one"):
         rescale_mlm_head(SparseEncoder(modules=[SpladePooling(embedding_dimension=32)], device="cpu"), 4)
+
+
+def test_the_examples_run() -> None:
+    results = doctest.testmod(rescaling)
+    assert results.attempted > 3
+    assert results.failed == 0
