@@ -64,6 +64,18 @@ def splade(path: Path | str, *, k: float | None = K, **pooling: Any) -> SparseEn
 
 
 def vectors_of(model: SparseEncoder) -> list[torch.Tensor]:
+    """Encode by way of the logits, as stock does: they are compared bit for bit, and the fused head rounds its way."""
+    handing_over = [m for m in model.modules() if isinstance(m, RescaledMLMTransformer) and m.hands_over]
+    for module in handing_over:
+        module.hands_over = False
+    try:
+        return by_the_logits(model)
+    finally:
+        for module in handing_over:
+            module.hands_over = True
+
+
+def by_the_logits(model: SparseEncoder) -> list[torch.Tensor]:
     encoded = model.encode_query(QUERIES), model.encode_document(DOCUMENTS), model.encode(DOCUMENTS)
     return [vectors.to_dense() for vectors in encoded]
 
