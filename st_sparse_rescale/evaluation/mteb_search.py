@@ -64,7 +64,7 @@ class SparseSearchModel(SparseEncoderWrapper):
             chunk = corpus.select(range(start, min(start + self.corpus_chunk_size, len(corpus))))
             self._search.index(chunk, task_metadata=task_metadata, **kwargs)
         # All that the search still needs of the corpus; a column of the data set would be read hit by hit.
-        self._search.task_corpus = {"id": list(corpus["id"])}
+        self._search.task_corpus = {"id": corpus["id"][:]}
 
     def search(self, queries: Dataset, **kwargs: Any) -> dict[str, dict[str, float]]:
         """Search the indexed corpus: see mteb's ``SearchProtocol``."""
@@ -82,7 +82,7 @@ class _InvertedLists:
 
     def add_documents(self, embeddings: Embeddings, idxs: Sequence[str]) -> None:
         self.lists += [invert(self.scale(chunk)) for _, chunk in csr_chunks(embeddings, CHUNK_SIZE)]
-        self.ids.extend(idxs)
+        self.ids.extend(idxs[:])  # a column of a data set gives all of its rows far sooner than one by one
 
     def search(self, embeddings: Embeddings, top_k: int, *args: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
         best = TopK(self.scale(as_csr(embeddings)), IdOrder(Ids.of(self.ids)), top_k)
