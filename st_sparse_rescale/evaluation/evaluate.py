@@ -268,10 +268,16 @@ def _loaded(model: Any, kind: Any, unnamed: str, max_length: int | None) -> tupl
     if isinstance(model, kind):
         name, loaded = unnamed, model
     else:
-        name, loaded = Path(model).name, _fast(kind(str(model)))
+        name, loaded = _name(model), _fast(kind(str(model)))
     if max_length is not None:
         loaded.max_seq_length = max_length
     return name, loaded
+
+
+def _name(model: str | Path) -> str:
+    """The folder's name, or for the ``model`` that a training leaves the name of the training's folder."""
+    path = Path(model).resolve()
+    return path.parent.name if path.name == "model" else path.name
 
 
 def _fast(model: Any) -> Any:

@@ -179,7 +179,9 @@ def _rich(title: str, header: Sequence[str], groups: Sequence[Sequence[Sequence[
     table = Table(title=title, title_justify="left")
     texts = {"collection", "system", "metric", "a", "b"}
     for name in header:
-        table.add_column(name, justify="left" if name in texts else "right")
+        # In two lines, so that the table fits narrow terminals.
+        shown = name.replace("@", "\n@").replace(" ", "\n", 1)
+        table.add_column(shown, justify="left" if name in texts else "right")
     for group in groups:
         for row in group:
             table.add_row(*row)
