@@ -256,7 +256,7 @@ class _Systems:
         if compare_with is not None:
             self.other_name, self.other = _loaded(compare_with, SparseEncoder, "other model", max_length)
             if self.other_name == self.name:  # runs/a/final and runs/b/final
-                self.name, self.other_name = f"A: {model}", f"B: {compare_with}"
+                self.name, self.other_name = f"A: {self.name}", f"B: {self.name}"
             self.fingerprint |= {"compare_with": self.other_name, "compare_with_crc32": model_crc32(self.other)}
         if hybrid_with is not None:
             name, self.dense = _loaded(hybrid_with, SentenceTransformer, "model", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,12 +107,13 @@ def plot_tradeoff(results: Evaluation, file: str | Path, metric: str = "ndcg@10"
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     lines: dict[str, list[tuple[float, float, str]]] = {}
+    styles = cycle((":", "--", "-."))
     for row in results.means():
         value = row.metrics.get(metric)
         if value is None:
             continue
         if row.flops is None:
-            axes.axhline(value, color="grey", linestyle=":", label=row.system)
+            axes.axhline(value, color="grey", linestyle=next(styles), label=row.system)
         elif row.flops > 0:  # nothing active has no place on a logarithmic axis
             model = row.system.removesuffix(f" ({row.limit} dims)")
             label = "all" if row.limit is None else str(row.limit)
