@@ -18,13 +18,13 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -101,17 +101,17 @@ def measure_time(case: Case, rounds: int, *, with_stock: bool, tiles: bool) -> d
     inputs = case.inputs()
     hidden, mask, weight, bias = inputs
     tokens, _ = unpad(hidden.detach(), mask)
-    contenders: dict[str, Callable[[], object]] = {"product": torch.no_grad()(lambda: linear(tokens, weight, bias))}
+    contenders: dict[str, Callable[[], object]] = {"product": torch.no_grad()(partial(linear, tokens, weight, bias))}
     for name, head in HEADS.items():
         if name == "stock" and not with_stock:
             continue
-        contenders[f"{name} encode"] = torch.no_grad()(lambda head=head: head(*inputs))
-        contenders[f"{name} forward"] = lambda head=head: head(*inputs)
-        contenders[f"{name} step"] = lambda head=head: step(head, inputs)
+        contenders[f"{name} encode"] = torch.no_grad()(partial(head, *inputs))
+        contenders[f"{name} forward"] = partial(head, *inputs)
+        contenders[f"{name} step"] = partial(step, head, inputs)
     if tiles:
         for tile in TILES:
-            contenders[f"tile {tile} encode"] = torch.no_grad()(lambda tile=tile: fused_head(*inputs, tile=tile))
-            contenders[f"tile {tile} forward"] = lambda tile=tile: fused_head(*inputs, tile=tile)
+            contenders[f"tile {tile} encode"] = torch.no_grad()(partial(fused_head, *inputs, tile=tile))
+            contenders[f"tile {tile} forward"] = partial(fused_head, *inputs, tile=tile)
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds + 1):
@@ -124,7 +124,8 @@ def measure_time(case: Case, rounds: int, *, with_stock: bool, tiles: bool) -> d
 
 def peak_bytes() -> int:
     # Not getrusage: Linux hands a parent's peak on to its children.
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(status["VmHWM"].split()[0])
 
 
 def measure_memory(case: Case, head: str, *, with_grad: bool) -> int:
@@ -188,46 +189,45 @@ def summarise(case: Case, seconds: dict[str, list[float]], memory: dict[str, int
 
 
 def tables(results: list[dict]) -> list[Table]:
-    def cell(result: dict, name: str) -> str:
-        value = result["median_seconds"].get(name)
-        return "-" if value is None else f"{value:.3f}"
-
     def times(result: dict, name: str) -> str:
         value = result["ratios"].get(name)
         return "-" if value is None else f"{value:.2f}x"
 
-    def memory(result: dict, name: str) -> str:
-        value = result["peak_bytes"].get(name)
-        return "-" if value is None else f"{value / 1e6:,.0f}"
+    def table(title: str, *columns: str) -> Table:
+        made = Table("head", "B x L", "fill", "active", title=title)
+        for column in columns:
+            made.add_column(column, justify="right")
+        return made
 
-    summary = Table(title="SPLADE head: seconds (median), stock over fused, and growth of the peak in MB")
-    for column in ("head", "B x L", "fill", "active"):
-        summary.add_column(column)
+    def case(result: dict) -> list[str]:
+        return [result["head"], f"{result['batch']}x{result['length']}", f"{result['fill']:g}", f"{result['active']:g}"]
+
+    made = [table("Seconds: the product, and the fused head (times the product, times quicker than stock)", "product")]
     for phase in ("encode", "forward", "step"):
-        for column in (f"fused {phase}", "/ product", "stock", "stock / fused"):
-            summary.add_column(column, justify="right")
-    for column in ("step MB", "stock MB", "stock / fused"):
-        summary.add_column(column, justify="right")
+        made[0].add_column(phase, justify="right")
     for r in results:
-        row = [r["head"], f"{r['batch']}x{r['length']}", f"{r['fill']:g}", f"{r['active']:g}"]
+        row = [f"{r['median_seconds']['product']:.3f}"]
         for phase in ("encode", "forward", "step"):
-            row += [cell(r, f"fused {phase}"), times(r, f"fused {phase} / product")]
-            row += [cell(r, f"stock {phase}"), times(r, f"stock / fused {phase}")]
-        row += [memory(r, "fused step"), memory(r, "stock step"), times(r, "stock / fused step memory")]
-        summary.add_row(*row)
-    swept = [r for r in results if any(name.startswith("tile") for name in r["median_seconds"])]
-    if not swept:
-        return [summary]
-    sweep = Table(title="Tile size: time over the bare product, encode / forward")
-    sweep.add_column("head")
-    sweep.add_column("B x L")
-    for tile in TILES:
-        sweep.add_column(f"{tile:,}", justify="right")
-    for r in swept:
-        row = [r["head"], f"{r['batch']}x{r['length']}"]
-        row += [" / ".join(times(r, f"tile {t} {phase} / product") for phase in ("encode", "forward")) for t in TILES]
-        sweep.add_row(*row)
-    return [summary, sweep]
+            seconds = r["median_seconds"][f"fused {phase}"]
+            ratios = f"{times(r, f'fused {phase} / product')}, {times(r, f'stock / fused {phase}')}"
+            row.append(f"{seconds:.3f} ({ratios})")
+        made[0].add_row(*case(r), *row)
+    if any(r["peak_bytes"] for r in results):
+        phases = ("encode", "step")
+        made.append(table("Growth of the peak, MB", *(f"{p} {h}" for p in phases for h in ("fused", "stock", "ratio"))))
+        for r in results:
+            row = []
+            for phase in phases:
+                sizes = (r["peak_bytes"].get(f"{head} {phase}") for head in HEADS)
+                row += ["-" if size is None else f"{size / 1e6:,.0f}" for size in sizes]
+                row.append(times(r, f"stock / fused {phase} memory"))
+            made[-1].add_row(*case(r), *row)
+    if any(name.startswith("tile") for r in results for name in r["median_seconds"]):
+        made.append(table("Tile size: encode / forward, times the product", *(f"{tile:,}" for tile in TILES)))
+        for r in results:
+            row = [" / ".join(times(r, f"tile {t} {p} / product") for p in ("encode", "forward")) for t in TILES]
+            made[-1].add_row(*case(r), *row)
+    return made
 
 
 def main(
@@ -252,13 +252,13 @@ def main(
     if threads:
         torch.set_num_threads(threads)
     cases = [
-        Case(name, *map(int, text.split("x")), fill=share, active=positive)
+        Case(name, int(text.split("x")[0]), int(text.split("x")[1]), share, positive)
         for name in head or list(VOCABULARY)
         for text in shape or ["16x128", "32x256", "64x64"]
         for share in fill or [1.0, 0.5]
         for positive in active or [1.0, 0.1]
     ]
-    console = Console(width=None if sys.stdout.isatty() else 220)
+    console = Console(width=None if sys.stdout.isatty() else 160)
     results = []
     with Progress(console=console, transient=True) as progress:
         for case in progress.track(cases, description="Measuring"):
