@@ -106,7 +106,7 @@ def build_shards(
 def _begin_or_resume(folder: Path, settings: dict[str, Any]) -> Manifest:
     """Take up a build where it was left, or begin one."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not any(folder.iterdir()):
+    if all(file.suffix == ".partial" for file in folder.iterdir()):  # new, or killed before anything was written
         write_manifest(folder, Manifest(built_with=settings))
     manifest = read_manifest(folder)
     differing = [

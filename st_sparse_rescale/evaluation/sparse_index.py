@@ -205,7 +205,7 @@ class SparseIndex:
         *,
         query_ids: Sequence[str] | None = None,
         include_zeros: bool = False,
-        n_threads: int | None = None,
+        n_threads: int = 1,
     ) -> list[list[tuple[str, float]]]:
         """Find the best documents of each query.
 
@@ -216,7 +216,7 @@ class SparseIndex:
             query_ids: Ids of the queries. Without them, ``exclude_self`` takes the queries for the indexed documents
                 themselves, in the order in which they were added.
             include_zeros: Fill up to ``top_k`` with documents of score 0, by id, as a score matrix would give them.
-            n_threads: Threads of the sparse product; torch's number by default.
+            n_threads: Threads over the queries; more than one pays for shards of many documents.
 
         Returns:
             For each query its (id, score) pairs in rank order; fewer than ``top_k`` where fewer documents share a term

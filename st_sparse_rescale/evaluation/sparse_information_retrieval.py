@@ -48,7 +48,6 @@ class SparseInformationRetrievalEvaluator(StockSparseInformationRetrievalEvaluat
         relevant_docs: Ids of the relevant documents by query id.
         *args: As for the stock evaluator.
         exclude_self: Leave the document whose id is the query's out of its ranking, as BEIR does.
-        n_threads: Threads of the sparse product; torch's number by default.
         **kwargs: As for the stock evaluator.
 
     Raises:
@@ -71,7 +70,6 @@ class SparseInformationRetrievalEvaluator(StockSparseInformationRetrievalEvaluat
         relevant_docs: dict[str, set[str]],
         *args: Any,
         exclude_self: bool = False,
-        n_threads: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(queries, corpus, relevant_docs, *args, **kwargs)
@@ -84,7 +82,6 @@ class SparseInformationRetrievalEvaluator(StockSparseInformationRetrievalEvaluat
                 "sentence-transformers' own evaluator."
             )
         self.exclude_self = exclude_self
-        self.n_threads = n_threads
         self.order = IdOrder(self.corpus_ids)
         self.report: dict[str, float] = {}
         """Of the last call: maximum lengths, truncation, self-exclusion, seconds, memory."""
@@ -129,7 +126,7 @@ class SparseInformationRetrievalEvaluator(StockSparseInformationRetrievalEvaluat
         cut_offs = (self.mrr_at_k, self.ndcg_at_k, self.accuracy_at_k, self.precision_recall_at_k, self.map_at_k)
         top_k = max(k for ks in cut_offs for k in ks)
         excluded = self.queries_ids if self.exclude_self else None
-        best = TopK(scale(as_csr(encoded)), self.order, top_k, excluded=excluded, n_threads=self.n_threads)
+        best = TopK(scale(as_csr(encoded)), self.order, top_k, excluded=excluded)
         for start, documents in self._documents(corpus_model, corpus_embeddings):
             best.add(scale(documents), start)
         self.report = self._lengths(model, corpus_model)

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
-import torch
 from scipy import sparse
 
 # A good size of the chunks: enough documents to amortise the calls, few enough for their scores to stay in the cache.
@@ -71,10 +70,11 @@ class TopK:
         order: The ids of all documents.
         top_k: Documents a query.
         excluded: For each query the id of a document to leave out.
-        n_threads: Threads over the queries; torch's number by default.
+        n_threads: Threads over the queries. Much of the work holds Python's lock: more than one only pays for chunks
+            of many more documents.
 
     Raises:
-        ValueError: ``top_k`` is not a positive integer, or there is another number of excluded ids than of queries.
+        ValueError: ``top_k`` or ``n_threads`` is not positive, or there are more or fewer excluded ids than queries.
 
     Example:
         ::
@@ -92,13 +92,15 @@ class TopK:
         top_k: int,
         *,
         excluded: Sequence[str] | None = None,
-        n_threads: int | None = None,
+        n_threads: int = 1,
     ) -> None:
         if isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1:
             raise ValueError(f"top_k must be a positive integer, got {top_k!r}.")
+        if n_threads < 1:
+            raise ValueError(f"n_threads must be a positive integer, got {n_threads!r}.")
         if excluded is not None and len(excluded) != queries.shape[0]:
             raise ValueError(f"There are {queries.shape[0]} queries but {len(excluded)} query ids.")
-        self.order, self.top_k, self.n_threads = order, int(top_k), n_threads or torch.get_num_threads()
+        self.order, self.top_k, self.n_threads = order, int(top_k), n_threads
         self._queries = queries
         self._excluded = (
             np.full(queries.shape[0], -1) if excluded is None else np.array([*map(order.position, excluded)])
@@ -134,9 +136,12 @@ class TopK:
             for row in rows:
                 self._score(row, lists, start)
 
-        count = len(self._keys)
-        with ThreadPoolExecutor(self.n_threads) as pool:  # the products release Python's lock
-            list(pool.map(score, (range(first, count, self.n_threads) for first in range(self.n_threads))))
+        shares = [range(first, len(self._keys), self.n_threads) for first in range(self.n_threads)]
+        if self.n_threads == 1:
+            score(shares[0])
+        else:
+            with ThreadPoolExecutor(self.n_threads) as pool:
+                list(pool.map(score, shares))
 
     def result(self, *, include_zeros: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Give what was found so far.
