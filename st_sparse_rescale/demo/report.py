@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import matplotlib
+from matplotlib.figure import Figure
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+METRICS = ("ndcg@10", "mrr@10", "recall@100")
+EQUAL_COST = 20.0
+"""FLOPS at which the models are compared: vectors of very different density say little side by side."""
 
 
 @dataclass(frozen=True)
@@ -60,29 +61,46 @@ def write_report(
 
 def results_table(runs: Sequence[TrainedRun], bm25: dict[str, float]) -> tuple[list[str], list[list[str]]]:
     """The results as header and rows of text."""
-    header = ["model", "nDCG@10", "MRR@10", "Recall@100", "query dims", "document dims", "FLOPS", "first loss"]
+    header = [
+        "model",
+        "nDCG@10",
+        "MRR@10",
+        "R@100",
+        "query dims",
+        "doc dims",
+        "FLOPS",
+        "loss at step 1",
+        "at equal cost",
+    ]
     rows = []
     for run in runs:
         m = run.metrics
-        effect = [f"{m[name]:.3f}" for name in ("ndcg@10", "mrr@10", "recall@100")]
-        cost = [f"{m[name]:,.0f}" for name in ("query_active_dims", "corpus_active_dims")]
-        rows.append([run.name, *effect, *cost, f"{m['flops']:,.1f}", f"{run.losses[0][1]:,.1f}"])
-    rows.append(["BM25", *(f"{bm25[name]:.3f}" for name in ("ndcg@10", "mrr@10", "recall@100")), "", "", "", ""])
+        effect = [f"{m[name]:.3f}" for name in METRICS]
+        cost = [f"{m['query_active_dims']:,.0f}", f"{m['corpus_active_dims']:,.0f}", f"{m['flops']:,.1f}"]
+        rows.append([run.name, *effect, *cost, f"{run.losses[0][1]:,.1f}", f"{at_equal_cost(run):.3f}"])
+    rows.append(["BM25", *(f"{bm25[name]:.3f}" for name in METRICS), "", "", "", "", ""])
     return header, rows
+
+
+def at_equal_cost(run: TrainedRun) -> float:
+    """The best nDCG@10 on a run's curve for at most `EQUAL_COST` FLOPS; 0 where it has no point there."""
+    return max((point["ndcg@10"] for point in run.curve if point["flops"] <= EQUAL_COST), default=0.0)
 
 
 def _page(runs: Sequence[TrainedRun], bm25: dict[str, float], setting: dict[str, str | int | float]) -> str:
     header, rows = results_table(runs, bm25)
     table = "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
     facts = "\n".join(f"- {name}: {value}" for name, value in setting.items())
+    chance = f"ln({setting['batch size']}) = {math.log(float(setting['batch size'])):.2f}"
     said = "\n".join(f"- **{run.name}**: {warning}" for run in runs for warning in run.warnings)
     return f"""# SPLADE with and without rescaling
 
 {table}
 
-Active dimensions and FLOPS (the expected number of multiplications a query and document) measure the cost of a search;
-*first loss* is the ranking loss of the first step, before anything was learned. A loss of ln({setting["batch size"]}) =
-{math.log(float(setting["batch size"])):.2f} is that of a model that cannot tell the documents of a batch apart.
+Active dimensions and FLOPS (the expected number of multiplications a query and document) measure the cost of a search.
+*At equal cost* is the best nDCG@10 with the vectors cut to at most {EQUAL_COST:g} FLOPS: compare the models by this
+column, or by the second plot. *Loss at step 1* is the ranking loss before anything was learned; one of {chance} is that
+of a model that cannot tell the documents of a batch apart.
 
 ![Ranking loss](loss.png)
 
@@ -99,20 +117,23 @@ Active dimensions and FLOPS (the expected number of multiplications a query and 
 
 
 def _plot_losses(file: Path, runs: Sequence[TrainedRun], chance: float) -> None:
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
     for run in runs:
         steps, losses = zip(*run.losses, strict=True)
         axes.plot(steps, losses, label=run.name)
     axes.axhline(chance, color="grey", linestyle=":", label="chance: ln(batch size)")
-    axes.set(xlabel="step", ylabel="ranking loss", yscale="log", title="Ranking loss in training")
+    axes.set(
+        xlabel="step", ylabel="ranking loss", yscale="log", title="Ranking loss in training (mean since the last point)"
+    )
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(file, dpi=150)
-    plt.close(figure)
 
 
 def _plot_tradeoff(file: Path, runs: Sequence[TrainedRun], bm25: float) -> None:
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
     for run in runs:
         # A model without any active dimension has no place on a logarithmic axis.
         points = [(p["flops"], p["ndcg@10"]) for p in run.curve if p["flops"] > 0]
@@ -125,4 +146,3 @@ def _plot_tradeoff(file: Path, runs: Sequence[TrainedRun], bm25: float) -> None:
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(file, dpi=150)
-    plt.close(figure)

@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from st_sparse_rescale.demo.backbones import backbone_path
 from st_sparse_rescale.demo.corpus import docstring_corpus, write_corpus
-from st_sparse_rescale.demo.report import TrainedRun, results_table, write_report
+from st_sparse_rescale.demo.report import TrainedRun, at_equal_cost, results_table, write_report
 from st_sparse_rescale.evaluation.beir import load_evaluator
 from st_sparse_rescale.evaluation.bm25 import bm25_search
 from st_sparse_rescale.evaluation.tradeoff import flat_metrics, rank, trace_tradeoff
@@ -85,7 +85,7 @@ def run_demo(
             trained, model = _trained_run(settings, backbone, k, corpus, evaluator, output / "runs", progress)
             runs.append(trained)
             models.append(model)
-    best = max(range(len(runs)), key=lambda i: runs[i].metrics["ndcg@10"])
+    best = max(range(len(runs)), key=lambda i: at_equal_cost(runs[i]))
     _save(models[best], output / "model")
     page = write_report(output, runs, bm25, _setting(settings, corpus, evaluator))
 
