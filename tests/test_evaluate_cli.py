@@ -139,6 +139,9 @@ def test_a_killed_evaluation_goes_on_collection_by_collection(models, data, tmp_
     assert "holds results of another evaluation (model was 'one', is 'two'; model_crc32 was" in refused.output
     refused = run(models / "one", "--data", *data, "--output", output, "--bm25")
     assert "bm25 was False, is True" in refused.output
+    (tmp_path / "near" / "qrels" / "test.tsv").write_text("q1\td2\t1\n")
+    refused = run(models / "one", "--data", *data, "--output", output)
+    assert "holds results on another 'near'" in refused.output
     output.write_text("[]")
     assert "does not hold results of an evaluation" in run(models / "one", "--data", *data, "--output", output).output
 
@@ -195,6 +198,8 @@ def test_what_the_user_can_mend_is_one_message(models, data, arguments, message)
 
 
 def test_missing_models_and_data_are_one_message(models, data, tmp_path):
+    clash = run(models / "one", "--data", data[0], "--data", tmp_path / "near" / ".." / "near")
+    assert (clash.exit_code, "Two collections are called 'near'" in clash.output) == (2, True)
     for arguments in ([models / "one", "--data", tmp_path / "none"], [tmp_path / "none", "--data", data[0]]):
         result = run(*arguments)
         assert result.exit_code == 2

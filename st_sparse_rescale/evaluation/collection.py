@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+from st_sparse_rescale.evaluation.checksum import texts_crc32
 from st_sparse_rescale.evaluation.metrics import DEFAULT_METRICS
 
 
@@ -33,6 +35,17 @@ class Collection:
     """Lowest grade that counts as relevant in metrics other than nDCG."""
     problems: list[str] = field(default_factory=list)
     """What is wrong with the files, and what was done about it."""
+
+    def crc32(self) -> int:
+        """Checksum of the texts and judgements, by which the collection is known again."""
+        grades = (
+            text
+            for query, judged in self.qrels.items()
+            for document, grade in judged.items()
+            for text in (query, document, str(grade))
+        )
+        texts = (text for table in (self.corpus, self.queries) for pair in table.items() for text in pair)
+        return texts_crc32(chain(texts, grades))
 
 
 @dataclass

@@ -13,9 +13,9 @@ from typing import Any
 from sentence_transformers import SentenceTransformer, SparseEncoder
 
 from st_sparse_rescale.evaluation.bm25 import bm25_run
+from st_sparse_rescale.evaluation.checksum import model_crc32
 from st_sparse_rescale.evaluation.collection import Collection
 from st_sparse_rescale.evaluation.hybrid import dense_run, reciprocal_rank_fusion
-from st_sparse_rescale.evaluation.index_build import model_crc32
 from st_sparse_rescale.evaluation.metrics import DEFAULT_METRICS, Run, depth, mean, measure, parse_metric
 from st_sparse_rescale.evaluation.peak_memory import peak_memory_mib
 from st_sparse_rescale.evaluation.retrieval import Retrieval, retrieve
@@ -64,6 +64,8 @@ class CollectionResult:
 
     name: str
     split: str
+    crc32: int
+    """Of the texts and judgements."""
     documents: int
     queries: int
     self_excluded: bool
@@ -219,10 +221,18 @@ def evaluate(
         "seed": seed,
     }
     results = _resumed(output, settings)
-    done = {(result.name, result.split) for result in results.collections}
+    done = {result.name: result.crc32 for result in results.collections}
+    seen: set[str] = set()
     for source in data:
         for collection in load_collections(source, split=split, strict=strict, data_dir=data_dir):
-            if (collection.name, collection.split) in done:
+            if collection.name in seen:
+                raise ValueError(f"Two collections are called {collection.name!r}: rename a folder to tell them apart.")
+            seen.add(collection.name)
+            if collection.name in done:
+                if done[collection.name] != collection.crc32():
+                    raise ValueError(
+                        f"{output} holds results on another {collection.name!r}: choose another file or delete it."
+                    )
                 continue
             result, runs = _evaluate_collection(
                 systems,
@@ -315,27 +325,27 @@ def _evaluate_collection(
     show_progress_bar: bool,
 ) -> tuple[CollectionResult, dict[str, Run]]:
     started = time.perf_counter()
-    texts = (collection.queries, collection.corpus)
-    asked: dict[str, Any] = {"batch_size": batch_size, "show_progress_bar": show_progress_bar}
-    asked |= {"exclude_self": exclude_self}
-    top_k = depth(wanted)
-    found: dict[str, Retrieval | Run] = {}
+    queries, corpus, top_k = collection.queries, collection.corpus, depth(wanted)
+    settings: dict[str, Any] = {
+        "exclude_self": exclude_self,
+        "batch_size": batch_size,
+        "show_progress_bar": show_progress_bar,
+    }
+    mine = retrieve(systems.model, queries, corpus, top_k, limits=limits, **settings)
+    found: dict[str, Retrieval | Run] = {_limited(systems.name, retrieval.limit): retrieval for retrieval in mine}
     pairs = []
-    for retrieval in retrieve(systems.model, *texts, top_k, limits=limits, **asked):
-        found[_limited(systems.name, retrieval.limit)] = retrieval
-    first = next(iter(found.values()))
     if systems.other is not None:
-        for retrieval in retrieve(systems.other, *texts, top_k, limits=limits, **asked):
-            pairs.append([_limited(name, retrieval.limit) for name in (systems.name, systems.other_name)])
-            found[pairs[-1][1]] = retrieval
+        pairs = [(_limited(systems.name, limit), _limited(systems.other_name, limit)) for limit in limits]
+        theirs = retrieve(systems.other, queries, corpus, top_k, limits=limits, **settings)
+        found |= {_limited(systems.other_name, retrieval.limit): retrieval for retrieval in theirs}
     if bm25:
-        found["BM25"] = bm25_run(*texts[::-1], top_k, exclude_self=exclude_self)
+        found["BM25"] = bm25_run(corpus, queries, top_k, exclude_self=exclude_self)
     if systems.dense is not None:
-        found[systems.dense_name] = dense = dense_run(systems.dense, *texts, top_k, **asked)
-        assert isinstance(first, Retrieval)
+        dense = dense_run(systems.dense, queries, corpus, top_k, **settings)
         # What shares no term with the query was not found, only filled in.
-        sparse = {query: [hit for hit in hits if hit[1] > 0] for query, hits in first.run.items()}
-        fused = reciprocal_rank_fusion([dense, sparse])
+        matched = {query: [hit for hit in hits if hit[1] > 0] for query, hits in mine[0].run.items()}
+        fused = reciprocal_rank_fusion([dense, matched])
+        found[systems.dense_name] = dense
         found[f"{systems.name} + {systems.dense_name}"] = {query: hits[:top_k] for query, hits in fused.items()}
     runs = {name: entry.run if isinstance(entry, Retrieval) else entry for name, entry in found.items()}
     scores = {
@@ -343,18 +353,19 @@ def _evaluate_collection(
         for name, run in runs.items()
     }
     comparisons = [_compared(metric, a, b, scores, permutations, seed) for a, b in pairs for metric in wanted]
-    queries = measure_truncation(systems.model, list(collection.queries.values()), "query")
-    corpus = measure_truncation(systems.model, list(collection.corpus.values()), "document")
+    asked = measure_truncation(systems.model, list(queries.values()), "query")
+    documents = measure_truncation(systems.model, list(corpus.values()), "document")
     result = CollectionResult(
         name=collection.name,
         split=collection.split,
-        documents=len(collection.corpus),
-        queries=len(collection.queries),
+        crc32=collection.crc32(),
+        documents=len(corpus),
+        queries=len(queries),
         self_excluded=exclude_self,
-        query_max_length=queries.max_length,
-        corpus_max_length=corpus.max_length,
-        query_truncated=queries.share,
-        corpus_truncated=corpus.share,
+        query_max_length=asked.max_length,
+        corpus_max_length=documents.max_length,
+        query_truncated=asked.share,
+        corpus_truncated=documents.share,
         seconds=time.perf_counter() - started,
         peak_memory_mib=peak_memory_mib(),
         problems=collection.problems,

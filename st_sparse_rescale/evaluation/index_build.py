@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping, Sized
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from scipy import sparse
 from tqdm.auto import tqdm
 
+from st_sparse_rescale.evaluation.checksum import model_crc32, texts_crc32
 from st_sparse_rescale.evaluation.csr import as_csr
 from st_sparse_rescale.evaluation.index_files import (
     Ids,
@@ -65,7 +64,7 @@ def build_shards(
     done = 0
     with tqdm(total=total, desc="Indexing", unit=" documents", disable=not show_progress_bar) as progress:
         while batch := list(islice(pairs, shard_size)):
-            checksum = _texts_crc32(batch)
+            checksum = texts_crc32(text for pair in batch for text in pair)
             if done < len(manifest.shards):
                 if manifest.shards[done].texts_crc32 != checksum:
                     raise IndexFileError(
@@ -119,22 +118,3 @@ def _begin_or_resume(folder: Path, settings: dict[str, Any]) -> Manifest:
             f"{folder} holds an index built otherwise ({'; '.join(differing)}): delete the folder or choose another."
         )
     return manifest
-
-
-def model_crc32(model: torch.nn.Module) -> int:
-    """Checksum of the weights, so that no index is ever continued with another model."""
-    checksum = 0
-    for tensor in model.state_dict().values():
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        checksum = zlib.crc32(flat.view(torch.uint8).numpy().data, checksum)
-    return checksum
-
-
-def _texts_crc32(documents: list[tuple[str, str]]) -> int:
-    checksum = 0
-    for pair in documents:
-        for text in pair:
-            encoded = text.encode()
-            # Lengths in between, so that ("ab", "c") differs from ("a", "bc").
-            checksum = zlib.crc32(encoded, zlib.crc32(len(encoded).to_bytes(8, "little"), checksum))
-    return checksum

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -16,6 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from scipy import sparse
+
+from st_sparse_rescale.evaluation.checksum import file_crc32
 
 FORMAT = "st-sparse-rescale/sparse-index"
 VERSION = 1
@@ -192,15 +193,6 @@ def read_shard(folder: Path, record: ShardRecord, dimension: int, verify: bool) 
     if len(ids) != record.documents:
         raise IndexFileError(f"{file} holds {len(ids)} documents, the manifest says {record.documents}: {mend}.")
     return Shard(lists, ids)
-
-
-def file_crc32(file: Path) -> int:
-    """CRC-32 of a file's bytes."""
-    checksum = 0
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
 
 
 def _replace(file: Path, write: Callable[[Path], Any]) -> None:
