@@ -8,7 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
+from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
 
+from st_sparse_rescale.evaluation import evaluate
 from st_sparse_rescale.evaluation.beir import load_beir_folder
 from st_sparse_rescale.evaluation.bm25 import bm25_run
 from st_sparse_rescale.evaluation.collection import CollectionError
@@ -250,3 +253,18 @@ def test_bm25_reaches_the_published_reference(name):
     for (k1, b), expected in {(0.9, 0.4): early, (1.5, 0.75): late}.items():
         run = bm25_run(collection.corpus, collection.queries, 10, k1, b)
         assert mean(measure(run, collection.qrels, ["ndcg@10"])["ndcg@10"]) == pytest.approx(expected, abs=6e-4)
+
+
+def test_a_real_model_on_a_real_collection_equals_the_stock_evaluator():
+    checkpoint = DATA.parent / "models" / "splade-tiny"
+    if not (checkpoint.is_dir() and (DATA / "adi").is_dir()):
+        pytest.skip(f"{checkpoint} or {DATA / 'adi'} is not there")
+    collection = load_beir_folder(DATA / "adi")
+    relevant = {query: {d for d, grade in grades.items() if grade} for query, grades in collection.qrels.items()}
+    stock = SparseInformationRetrievalEvaluator(collection.queries, collection.corpus, relevant)
+    expected = stock(SparseEncoder(str(checkpoint)))
+    (system,) = evaluate(checkpoint, [DATA / "adi"]).collections[0].systems
+    for metric in ("ndcg@10", "mrr@10", "map@100"):
+        assert system.metrics[metric] == pytest.approx(expected[f"dot_{metric}"], abs=1e-6)
+    assert system.metrics["ndcg@10"] == pytest.approx(0.395, abs=2e-3)
+    assert system.flops == pytest.approx(expected["avg_flops"], rel=1e-4)
