@@ -233,7 +233,7 @@ def _setting(
 def _rich_table(header: list[str], rows: list[list[str]]) -> Table:
     table = Table(title="Held-out queries", title_justify="left")
     for column in header:
-        table.add_column(column, justify="left" if column == "model" else "right")
+        table.add_column(column, justify="left" if column == "model" else "right", no_wrap=column == "model")
     for row in rows:
         table.add_row(*row)
     return table
