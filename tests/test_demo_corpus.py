@@ -90,7 +90,9 @@ def library(tmp_path, monkeypatch):
 def test_splits_are_disjoint_by_module_and_free_of_copies(library):
     corpus = docstring_corpus("pretended")
     sides = [corpus.train, corpus.dev, corpus.test]
-    assert all(split_of(p.module) == name for name, side in zip(("train", "dev", "test"), sides) for p in side)
+    assert all(
+        split_of(p.module) == name for name, side in zip(("train", "dev", "test"), sides, strict=True) for p in side
+    )
     for i, side in enumerate(sides):
         earlier = {w for before in sides[:i] for p in before for w in p.document.split()[:30]}
         assert not any(set(p.document.split()[:30]) <= earlier for p in side)
