@@ -87,6 +87,9 @@ def demo(
         "demo-out"
     ),
     query: Annotated[list[str] | None, typer.Option(help="Query to answer at the end; repeatable.")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="Any setting of the demo's recipe, as name=value; repeatable.")
+    ] = None,
     debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
 ) -> None:
     """Train the shipped mini backbones with and without rescaling on installed docstrings, and compare them.
@@ -97,7 +100,7 @@ def demo(
 
     with _one_message(debug):
         _quiet_libraries()
-        page = run_demo(output, query or _typed_queries, console=console)
+        page = run_demo(output, query or _typed_queries, console=console, **_settings(setting or []))
         console.print(f"\nThe report: {page}")
 
 

@@ -107,12 +107,13 @@ def test_the_demonstration_leaves_a_report_and_a_model_and_goes_on_where_it_was(
 def test_the_command_answers_with_the_examples_where_nobody_types(monkeypatch, tmp_path):
     asked = []
 
-    def run_demo(output, queries, console):
+    def run_demo(output, queries, console, **settings):
+        assert settings in ({}, {"seed": 1})
         asked.append(queries(["one", "two"]) if callable(queries) else queries)
         return output / "report.md"
 
     monkeypatch.setattr(demo_run, "run_demo", run_demo)
     runner = CliRunner()
     assert runner.invoke(app, ["demo", "--output", str(tmp_path)]).exit_code == 0
-    assert runner.invoke(app, ["demo", "--output", str(tmp_path), "--query", "mine"]).exit_code == 0
+    assert runner.invoke(app, ["demo", "--output", str(tmp_path), "--query", "mine", "--set", "seed=1"]).exit_code == 0
     assert asked == [["one", "two"], ["mine"]]
