@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,14 @@ def test_bfloat16_and_autocast_give_the_precision_of_stock(checkpoint: Any) -> N
     torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)
     one, other = dense(ours.bfloat16(), MIXED), dense(theirs.bfloat16(), MIXED)
     torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_several_threads_may_encode_at_once(checkpoint: Any) -> None:
+    model = our_model(checkpoint("modernbert"))
+    expected = dense(model, MIXED[:1])
+    with ThreadPoolExecutor(4) as pool:
+        for vectors in pool.map(lambda _: dense(model, MIXED[:1]), range(40)):
+            torch.testing.assert_close(vectors, expected)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,25 +30,27 @@ class DecoderInput(NamedTuple):
     """(vocabulary,)."""
 
 
+# Of this thread only: a model that serves is called from several at once.
+_handing_over: ContextVar[nn.Module | None] = ContextVar("handing_over", default=None)
+
+
 class HandOverDecoder(nn.Linear):
     """A decoder that can hand over its input. A plain ``nn.Linear`` in everything else, on disk above all."""
 
-    hands_over: bool = False
-
     def forward(self, input: Tensor) -> Tensor:
         """Return the input while handing over, else the logits."""
-        return input if self.hands_over else super().forward(input)
+        return input if _handing_over.get() is self else super().forward(input)
 
 
 @contextmanager
 def handing_over(decoder: nn.Module) -> Iterator[None]:
-    """Let a decoder, one that `can_hand_over`, hand over its input for a while."""
+    """Let a decoder, one that `can_hand_over`, hand over its input for a while, in this thread."""
     decoder.__class__ = HandOverDecoder
-    vars(decoder)["hands_over"] = True
+    token = _handing_over.set(decoder)
     try:
         yield
     finally:
-        vars(decoder)["hands_over"] = False
+        _handing_over.reset(token)
 
 
 def can_hand_over(decoder: nn.Module | None) -> bool:
