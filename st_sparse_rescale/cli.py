@@ -190,7 +190,10 @@ def _settings(texts: list[str]) -> dict[str, Any]:
         name, separator, value = text.partition("=")
         if not separator:
             raise ValueError(f"--set {text} must be written name=value, such as --set scale=20.")
-        settings[name.strip()] = yaml.safe_load(value)
+        try:
+            settings[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set {text}: the value is not valid YAML ({error}).") from error
     return settings
 
 

@@ -104,6 +104,14 @@ def test_all_zero_stops_after_patience_and_names_the_weight_to_lower(kind):
 
 
 @KINDS
+def test_a_training_must_not_end_in_a_collapse_that_had_no_time_to_last(kind):
+    run = Run(kind)
+    run.state.max_steps = run.state.global_step + 1
+    assert run.step([column(), column()]).should_training_stop
+    assert "for 1 steps the queries were all zero" in run.guard.message
+
+
+@KINDS
 def test_the_side_that_vanished_is_the_one_named(kind):
     run = Run(kind)
     run.activate(1, dims=2)

@@ -196,6 +196,19 @@ def test_ragged_negatives(tmp_path):
     assert "fewer than num_negatives=2" in broken(tmp_path, "data.jsonl", rows, num_negatives=2)
 
 
+def test_negatives_that_the_first_row_has_not_are_refused(tmp_path):
+    rows = [PAIRS[0], {**PAIRS[1], "negative": "n"}]
+    assert "line 2 has the negatives ['negative'], which the first row has not" in broken(tmp_path, "data.jsonl", rows)
+
+
+def test_a_list_of_negatives_in_a_text_file_is_a_list(tmp_path):
+    file = tmp_path / "data.csv"
+    file.write_text('query,positive,negatives\na,b,"[""x"",""y""]"\n', encoding="utf-8")
+    assert load_training_data(file)[0] == {"query": "a", "positive": "b", "negative_1": "x", "negative_2": "y"}
+    file.write_text('query,positive,negative\na,b,"[sic] and so on"\n', encoding="utf-8")
+    assert load_training_data(file)[0]["negative"] == "[sic] and so on"
+
+
 @pytest.mark.parametrize(
     ("label", "reason"),
     [

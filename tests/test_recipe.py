@@ -166,7 +166,13 @@ def test_impossible_k_is_refused(k):
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"), [("a: [", "not valid YAML"), ("- paper", "holds a list"), ("just text", "holds a str")]
+    ("content", "reason"),
+    [
+        ("a: [", "not valid YAML"),
+        ("- paper", "holds a list"),
+        ("just text", "holds a str"),
+        ("1: 2", "1 is not the name"),
+    ],
 )
 def test_files_that_are_no_recipe(tmp_path, content, reason):
     (tmp_path / "r.yaml").write_text(content)

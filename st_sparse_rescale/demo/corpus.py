@@ -14,6 +14,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -151,11 +152,16 @@ def all_docstrings(
         progress: Called with the share of the sources that are read, from 0 to 1.
     """
     sources = [source for name in dependency_closure(distribution) for source in python_sources(name)]
-    for done, (module, path) in enumerate(sources, start=1):
-        if path.is_file():
-            yield from docstrings(module, path.read_text(encoding="utf-8", errors="replace"))
-        if progress is not None:
-            progress(done / len(sources))
+    with ProcessPoolExecutor() as pool:  # parsing some hundred megabytes is what takes the time
+        for done, found in enumerate(pool.map(_docstrings_of, sources, chunksize=64), start=1):
+            yield from found
+            if progress is not None:
+                progress(done / len(sources))
+
+
+def _docstrings_of(source: tuple[str, Path]) -> list[tuple[str, str]]:
+    module, path = source
+    return list(docstrings(module, path.read_text(encoding="utf-8", errors="replace"))) if path.is_file() else []
 
 
 def docstring_corpus(

@@ -180,7 +180,13 @@ class CollapseGuard(TrainerCallback):
         }
         for symptom, present in symptoms.items():
             self._streaks[symptom] = self._streaks[symptom] + 1 if present else 0
-        lasting = [symptom for symptom, streak in self._streaks.items() if streak >= self.patience]
+        # A training must not end in a collapse that had no time to last.
+        ended = state.global_step >= state.max_steps
+        lasting = [
+            symptom
+            for symptom, streak in self._streaks.items()
+            if streak >= (1 if ended and symptom != "nonfinite" else self.patience)
+        ]
         if lasting and self.message is None:
             self.message = self._diagnose(lasting[0], step, state)
             logger.error(self.message)
@@ -213,7 +219,7 @@ class CollapseGuard(TrainerCallback):
             "document": ("document_regularizer_weight", self.loss.document_regularizer_weight),
         }
         k = "k" if self.k is None else f"k (now {self.k:g})" if isinstance(self.k, float | int) else f"k ({self.k})"
-        begin = f"Training stopped at step {state.global_step}: for {self.patience} steps "
+        begin = f"Training stopped at step {state.global_step}: for {self._streaks[symptom]} steps "
         if symptom == "nonfinite":
             return (
                 begin + "the loss was NaN or infinite; these steps left the weights alone. "

@@ -154,8 +154,9 @@ def _examples(
     first_count: int | None = None
     for place, row in rows:
         roles = roles or _Roles(list(row), columns, teacher_scores)
+        roles.refuse_new_negatives(row, place)
         texts = {role: _text(row.get(column), column, place) for role, column in roles.texts.items()}
-        negatives = [_text(text, column, place) for column in roles.negatives for text in _as_list(row.get(column))]
+        negatives = [_text(text, column, place) for column in roles.negatives for text in _listed(row.get(column))]
         count = len(negatives)
         if num_negatives is None:
             first_count = count if first_count is None else first_count
@@ -203,6 +204,15 @@ class _Roles:
             raise DataError(f"the teacher's scores could be any of {labels}: keep one, or set columns: {{label: ...}}.")
         self.label = names[labels[0]] if labels else self._need("label", names)
 
+    def refuse_new_negatives(self, row: Row, place: str) -> None:
+        """Refuse negatives that the first row has no column for: they would be left out without a word."""
+        new = [name for name in row if name not in self.found and NEGATIVE_NAME.fullmatch(name)]
+        if new:
+            raise DataError(
+                f"{place} has the negatives {new}, which the first row has not; its columns are {self.found}. "
+                "Give every row as many negatives."
+            )
+
     def _need(self, role: str, names: dict[str, str]) -> str:
         if role not in names:
             raise DataError(
@@ -214,6 +224,16 @@ class _Roles:
 
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list of negatives, or one; in text files a list comes as JSON text."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):  # a text that merely begins with a bracket
+            parsed = json.loads(value)
+            if isinstance(parsed, list) and all(isinstance(text, str) for text in parsed):
+                return parsed
+    return _as_list(value)
 
 
 def _text(value: Any, column: str, place: str) -> str:

@@ -207,10 +207,12 @@ class Recipe:
             raise RecipeError(
                 f"there is no recipe {str(source)!r}: give a YAML file or one of {', '.join(sorted(builtin))}."
             ) from error
-        except yaml.YAMLError as error:
-            raise RecipeError(f"{source} is not valid YAML: {error}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{source} is not valid YAML in UTF-8: {error}") from error
         if not isinstance(settings, dict):
             raise RecipeError(f"{source} must hold 'setting: value' lines, but holds a {type(settings).__name__}.")
+        if strange := [name for name in settings if not isinstance(name, str)]:
+            raise RecipeError(f"{source}: {strange[0]!r} is not the name of a setting.")
         return cls().override(**settings).override(**overrides)
 
     def override(self, **changes: Any) -> Recipe:

@@ -115,6 +115,12 @@ def train(
     args = _arguments(recipe, output, evaluate=evaluator is not None or recipe.eval is not None)
     with args.main_process_first(local=False, desc="claiming the output folder"):
         _claim(output, recipe)
+    collapsed = output / "collapsed.txt"
+    if collapsed.exists():
+        raise CollapseError(
+            f"The training in {output} collapsed, and would again. {collapsed.read_text(encoding='utf-8')} Use another "
+            f"folder (--output) for another recipe, or delete {collapsed} to go on from the last checkpoint."
+        )
     finished = output / "model"
     if finished.exists():
         logger.warning("%s holds the finished model of this recipe: it is returned as it is.", finished)
@@ -150,7 +156,10 @@ def train(
     logger.info("Training on %d rows, %d a step.", len(dataset), rows_a_step)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if guard.message is not None:
-        raise CollapseError(f"{guard.message} Checkpoints are in {output / CHECKPOINTS}.")
+        message = f"{guard.message} Checkpoints are in {output / CHECKPOINTS}."
+        if args.should_save:
+            collapsed.write_text(message, encoding="utf-8")
+        raise CollapseError(message)
     if args.should_save:
         _save(model, finished, recipe, trainer.state.log_history)
     trainer.accelerator.wait_for_everyone()
@@ -298,16 +307,15 @@ def _claim(output: Path, recipe: Recipe) -> None:
             f"the output folder {output} cannot be written ({error.strerror}): choose another (--output)."
         ) from error
     saved = output / "recipe.yaml"
-    if saved.exists():
-        if differences := Recipe.load(saved).differences(recipe):
-            raise RecipeError(
-                f"{output} holds a run with another recipe ({', '.join(differences)}): "
-                "choose another folder (--output), or delete this one."
-            )
-    elif any(output.iterdir()):
+    if all(file.name.startswith(saved.name) for file in output.iterdir()):
+        recipe.save(saved)  # empty, or of a run that never began to train
+    elif not saved.exists():
         raise RecipeError(f"{output} is not empty and holds no run: choose another folder (--output).")
-    else:
-        recipe.save(saved)
+    elif differences := Recipe.load(saved).differences(recipe):
+        raise RecipeError(
+            f"{output} holds a run with another recipe ({', '.join(differences)}): "
+            "choose another folder (--output), or delete this one."
+        )
 
 
 def _dataset(recipe: Recipe, given: Dataset | None, processes: int) -> Dataset:
