@@ -286,6 +286,14 @@ def test_a_collapse_stops_the_training_says_what_to_change_and_loses_nothing(rec
     history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
     assert len(losses_of(history)) == 3
     assert all(math.isfinite(loss) for loss in losses_of(history))
+    for _ in range(2):  # and never gives the collapsed model for a finished one
+        with pytest.raises(CollapseError, match="collapsed, and would again"):
+            train(made, tmp_path / "out")
+
+    short = made.override(max_steps=2)  # too short for a symptom to last
+    with pytest.raises(CollapseError, match="the queries were all zero"):
+        train(short, tmp_path / "short")
+    assert not (tmp_path / "short" / "model").exists()
 
 
 # --- refusals, each before any model is loaded ---
@@ -303,6 +311,13 @@ def test_a_folder_with_another_recipe_is_refused_and_says_what_differs(recipe, t
     resolve(recipe(seed=1)).save(tmp_path / "recipe.yaml")
     with pytest.raises(RecipeError, match=r"another recipe \(seed 1 against 2\): choose another folder"):
         train(recipe(seed=2), tmp_path)
+
+
+def test_a_start_that_failed_does_not_claim_the_folder(recipe, tmp_path):
+    good = recipe(max_steps=1)
+    with pytest.raises(DataError, match="cannot be read"):
+        train(good.override(train=str(tmp_path / "typo.jsonl")), tmp_path / "out")
+    assert train(good, tmp_path / "out").recipe.train == good.train
 
 
 def test_a_folder_with_something_else_is_refused(recipe, tmp_path, no_model):
