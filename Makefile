@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install demo test lint types check matrix clean
+.PHONY: help install demo test lint types check collections matrix clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -32,6 +32,9 @@ types: $(READY)  ## Check types
 	$(BIN)/mypy
 
 check: lint types test  ## All that must pass before a change is merged
+
+collections: $(READY)  ## Evaluate BM25 and the shipped backbones on real collections, where there are any
+	$(BIN)/python scripts/evaluate_collections.py
 
 matrix: $(READY)  ## Regenerate docs/architectures.md
 	$(BIN)/python scripts/head_matrix.py
