@@ -141,7 +141,8 @@ def measure_memory(case: Case, head: str, *, with_grad: bool) -> int:
 
 
 def in_fresh_process(case: Case, head: str, *, with_grad: bool) -> int:
-    arguments = json.dumps({"case": asdict(case), "head": head, "with_grad": with_grad})
+    threads = torch.get_num_threads()
+    arguments = json.dumps({"case": asdict(case), "head": head, "with_grad": with_grad, "threads": threads})
     command = [sys.executable, __file__, "--measure-memory-of", arguments]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
@@ -247,6 +248,7 @@ def main(
     """Compare the stock SPLADE head with the fused one."""
     if measure_memory_of is not None:
         job = json.loads(measure_memory_of)
+        torch.set_num_threads(job["threads"])
         print(measure_memory(Case(**job["case"]), job["head"], with_grad=job["with_grad"]))
         return
     if threads:
