@@ -108,7 +108,7 @@ of a model that cannot tell the documents of a batch apart.
 
 ## What the collapse guard said
 
-{said or "Nothing: no run collapsed."}
+{said or "Nothing: it stopped no run."}
 
 ## Setting
 
