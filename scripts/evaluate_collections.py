@@ -39,6 +39,8 @@ def merged(parts: list[Evaluation]) -> Evaluation:
     for part in parts[1:]:
         for mine, more in zip(whole.collections, part.collections, strict=True):
             mine.systems.extend(more.systems)
+    for collection in whole.collections:
+        collection.systems.sort(key=lambda system: system.system != "BM25")  # the baseline first
     return whole
 
 
@@ -79,7 +81,7 @@ def main(
     console.print(results_table(results))
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(INTRODUCTION + as_markdown(results), encoding="utf-8")
-    console.print(f"Written to {PAGE}.")
+    console.print(f"Written to {PAGE.relative_to(ROOT)}.")
 
 
 if __name__ == "__main__":
