@@ -350,17 +350,18 @@ B, L, D, V = 16, 256, 8, 1 << 15
 hidden, weight = torch.randn(B * L, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
 def step(batch, pooling):
     tokens = batch * L
-    splade_head(hidden[:tokens], torch.arange(0, tokens + 1, L), weight, pooling=pooling, tile=512).sum().backward()
+    splade_head(hidden[:tokens], torch.arange(0, tokens + 1, L), weight, pooling=pooling, tile=128).sum().backward()
 def peak():  # not getrusage, which starts from the parent's
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) // 1024
 for pooling in ("max", "sum"):
     step(1, pooling)  # what torch allocates once
-    before = peak()
+before = peak()
+for pooling in ("max", "sum"):
     step(B, pooling)
-    print(peak() - before)
+print(peak() - before)
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert all(0 < int(growth) < 64 for growth in out.split()), out
+    assert 0 < int(out) < 64, f"{out} MB"
 
 
 def test_compiled_encoder_hands_over() -> None:
