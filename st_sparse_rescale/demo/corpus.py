@@ -12,7 +12,6 @@ import inspect
 import json
 import random
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +20,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from st_sparse_rescale.whole import written_whole
 
 SPLITS = ("train", "dev", "test")
 # Shares of the modules, in per cent of the hash space; the remainder is for training.
@@ -222,20 +223,21 @@ def write_corpus(corpus: DocstringCorpus, folder: str | Path, num_queries: int =
         The folder.
     """
     folder = Path(folder)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write_jsonl(partial / "train.jsonl", ({"query": p.query, "positive": p.document} for p in corpus.train))
-    for split, pairs in (("dev", corpus.dev), ("test", corpus.test)):
-        asked = random.Random(seed).sample(pairs, min(num_queries, len(pairs)))
-        (partial / split / "qrels").mkdir(parents=True)
-        _write_jsonl(partial / split / "corpus.jsonl", ({"_id": p.id, "title": "", "text": p.document} for p in pairs))
-        _write_jsonl(partial / split / "queries.jsonl", ({"_id": f"query:{p.id}", "text": p.query} for p in asked))
-        judgements = ["query-id\tcorpus-id\tscore", *(f"query:{p.id}\t{p.id}\t1" for p in asked)]
-        (partial / split / "qrels" / "test.tsv").write_text("\n".join(judgements) + "\n", encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.replace(folder)
+    with written_whole(folder) as partial:
+        partial.mkdir(parents=True)
+        _write_jsonl(partial / "train.jsonl", ({"query": p.query, "positive": p.document} for p in corpus.train))
+        for split, pairs in (("dev", corpus.dev), ("test", corpus.test)):
+            asked = random.Random(seed).sample(pairs, min(num_queries, len(pairs)))
+            _write_collection(partial / split, pairs, asked)
     return folder
+
+
+def _write_collection(folder: Path, pairs: list[DocstringPair], asked: list[DocstringPair]) -> None:
+    (folder / "qrels").mkdir(parents=True)
+    _write_jsonl(folder / "corpus.jsonl", ({"_id": p.id, "title": "", "text": p.document} for p in pairs))
+    _write_jsonl(folder / "queries.jsonl", ({"_id": f"query:{p.id}", "text": p.query} for p in asked))
+    judgements = ["query-id\tcorpus-id\tscore", *(f"query:{p.id}\t{p.id}\t1" for p in asked)]
+    (folder / "qrels" / "test.tsv").write_text("\n".join(judgements) + "\n", encoding="utf-8")
 
 
 def _write_jsonl(file: Path, rows: Iterable[dict[str, str]]) -> None:

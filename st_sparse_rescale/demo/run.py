@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from st_sparse_rescale.evaluation.bm25 import bm25_search
 from st_sparse_rescale.evaluation.tradeoff import flat_metrics, rank, trace_tradeoff
 from st_sparse_rescale.training import CollapseError, Recipe, train
 from st_sparse_rescale.training.train import CHECKPOINTS, last_complete_checkpoint
+from st_sparse_rescale.whole import written_whole
 
 RUNS = (("bert-mini", 1), ("modernbert-mini", 1), ("modernbert-mini", 16))
 LIMITS = (32, 64, 128, 256, None)
@@ -86,7 +86,8 @@ def run_demo(
             runs.append(trained)
             models.append(model)
     best = max(range(len(runs)), key=lambda i: at_equal_cost(runs[i]))
-    _save(models[best], output / "model")
+    with written_whole(output / "model") as partial:
+        models[best].save_pretrained(str(partial))
     page = write_report(output, runs, bm25, _setting(settings, corpus, evaluator))
 
     console.print(_rich_table(*results_table(runs, bm25)))
@@ -200,13 +201,6 @@ def _bm25(evaluator: SparseInformationRetrievalEvaluator) -> dict[str, float]:
     corpus = dict(zip(evaluator.corpus_ids, map(str, evaluator.corpus), strict=True))
     queries = dict(zip(evaluator.queries_ids, map(str, evaluator.queries), strict=True))
     return flat_metrics(evaluator.compute_metrics([*bm25_search(corpus, queries, top_k=100)]))
-
-
-def _save(model: SparseEncoder, folder: Path) -> None:
-    partial = folder.with_name(folder.name + ".partial")
-    model.save_pretrained(str(partial))
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.replace(folder)
 
 
 def _setting(

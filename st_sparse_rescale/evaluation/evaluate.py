@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,6 +23,7 @@ from st_sparse_rescale.evaluation.sources import load_collections
 from st_sparse_rescale.evaluation.trec_run import write_run
 from st_sparse_rescale.evaluation.truncation import measure_truncation
 from st_sparse_rescale.modules import fuse
+from st_sparse_rescale.whole import written_whole
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,8 @@ class Evaluation:
         file = Path(file)
         file.parent.mkdir(parents=True, exist_ok=True)
         content = asdict(self) | ({"means": [asdict(row) for row in self.means()]} if self.collections else {})
-        partial = file.with_name(file.name + ".partial")
-        partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(partial, file)
+        with written_whole(file) as partial:
+            partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return file
 
     @classmethod

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 from scipy import sparse
 
 from st_sparse_rescale.evaluation.checksum import file_crc32
+from st_sparse_rescale.whole import written_whole
 
 FORMAT = "st-sparse-rescale/sparse-index"
 VERSION = 1
@@ -144,7 +144,8 @@ def read_manifest(folder: Path) -> Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest in one step."""
     content = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
-    _replace(folder / MANIFEST, lambda file: file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8"))
+    with written_whole(folder / MANIFEST) as partial:
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def write_shard(folder: Path, number: int, shard: Shard, texts_crc32: int | None = None) -> ShardRecord:
@@ -158,7 +159,8 @@ def write_shard(folder: Path, number: int, shard: Shard, texts_crc32: int | None
     }
     file = folder / f"shard-{number:05d}.safetensors"
     as_torch = {name: torch.tensor(array) for name, array in tensors.items()}
-    _replace(file, lambda partial: save_file(as_torch, partial, metadata={"format": FORMAT}))
+    with written_whole(file) as partial:
+        save_file(as_torch, partial, metadata={"format": FORMAT})
     return ShardRecord(file.name, len(shard.ids), file_crc32(file), texts_crc32)
 
 
@@ -193,9 +195,3 @@ def read_shard(folder: Path, record: ShardRecord, dimension: int, verify: bool) 
     if len(ids) != record.documents:
         raise IndexFileError(f"{file} holds {len(ids)} documents, the manifest says {record.documents}: {mend}.")
     return Shard(lists, ids)
-
-
-def _replace(file: Path, write: Callable[[Path], Any]) -> None:
-    partial = file.with_name(file.name + ".partial")
-    write(partial)
-    os.replace(partial, file)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 
 from st_sparse_rescale.evaluation.metrics import Run
+from st_sparse_rescale.whole import written_whole
 
 
 def write_run(file: str | Path, run: Run, tag: str) -> Path:
@@ -41,9 +41,8 @@ def write_run(file: str | Path, run: Run, tag: str) -> Path:
         for rank, (document, score) in enumerate(hits, start=1):
             last = min(np.float32(score), np.nextafter(last, np.float32(-np.inf)))
             lines.append(f"{_word(query)} Q0 {_word(document)} {rank} {float(last)!r} {tag}\n")
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text("".join(lines), encoding="utf-8")
-    os.replace(partial, file)
+    with written_whole(file) as partial:
+        partial.write_text("".join(lines), encoding="utf-8")
     return file
 
 

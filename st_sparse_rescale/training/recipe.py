@@ -18,6 +18,7 @@ from rich.table import Table
 from transformers import PretrainedConfig
 
 from st_sparse_rescale.rescaling import recorded_rescale, validate_k
+from st_sparse_rescale.whole import written_whole
 
 RECIPES = files("st_sparse_rescale.training") / "recipes"
 
@@ -289,9 +290,8 @@ class Recipe:
         Args:
             path: The file.
         """
-        partial = Path(f"{path}.partial")
-        partial.write_text(yaml.safe_dump(dataclasses.asdict(self), sort_keys=False), encoding="utf-8")
-        partial.replace(path)
+        with written_whole(path) as partial:
+            partial.write_text(yaml.safe_dump(dataclasses.asdict(self), sort_keys=False), encoding="utf-8")
 
     def table(self) -> Table:
         """Return every setting with its value and meaning, for printing with rich."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +40,7 @@ from st_sparse_rescale.modules import RescaledMLMTransformer, SpladePooling
 from st_sparse_rescale.training.callbacks import CollapseError, CollapseGuard, JointFlopsScheduler
 from st_sparse_rescale.training.data import DataError, TeacherScores, load_training_data, teacher_scale_warning
 from st_sparse_rescale.training.recipe import Recipe, RecipeError
+from st_sparse_rescale.whole import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +157,8 @@ def train(
     if guard.message is not None:
         message = f"{guard.message} Checkpoints are in {output / CHECKPOINTS}."
         if args.should_save:
-            collapsed.write_text(message, encoding="utf-8")
+            with written_whole(collapsed) as partial:
+                partial.write_text(message, encoding="utf-8")
         raise CollapseError(message)
     if args.should_save:
         _save(model, finished, recipe, trainer.state.log_history)
@@ -349,14 +349,11 @@ def _schedules(recipe: Recipe, loss: SpladeLoss) -> list[TrainerCallback]:
 
 
 def _save(model: SparseEncoder, folder: Path, recipe: Recipe, history: list[dict[str, Any]]) -> None:
-    """Save beside and rename, so that the folder is whole or absent."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(str(partial))
-    recipe.save(partial / "recipe.yaml")
-    with open(partial / "training_log.jsonl", "w", encoding="utf-8") as log:
-        log.writelines(json.dumps(record) + "\n" for record in history)
-    os.replace(partial, folder)
+    with written_whole(folder) as partial:
+        model.save_pretrained(str(partial))
+        recipe.save(partial / "recipe.yaml")
+        with open(partial / "training_log.jsonl", "w", encoding="utf-8") as log:
+            log.writelines(json.dumps(record) + "\n" for record in history)
 
 
 def _plain(k: Any) -> Any:
