@@ -5,8 +5,11 @@ import torch
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
 
-from st_sparse_rescale.evaluation.bm25 import bm25_search
-from st_sparse_rescale.evaluation.tradeoff import mean_flops, rank, trace_tradeoff
+from st_sparse_rescale.evaluation.bm25 import bm25_run
+from st_sparse_rescale.evaluation.csr import as_csr
+from st_sparse_rescale.evaluation.retrieval import Activity
+from st_sparse_rescale.evaluation.sparse_index import SparseIndex
+from st_sparse_rescale.evaluation.tradeoff import trace_tradeoff
 from tests.tiny_models import TEXTS
 
 
@@ -41,6 +44,11 @@ def test_a_limit_that_is_not_positive_is_refused(model, evaluator):
         trace_tradeoff(model, evaluator, [0])
 
 
+def mean_flops(queries, documents):
+    asked, found = (Activity(side.shape[1], as_csr(side)) for side in (queries, documents))
+    return asked.shares @ found.shares
+
+
 def test_flops_is_the_sum_over_terms_of_the_two_shares():
     queries = torch.tensor([[1.0, 0.0, 2.0], [1.0, 0.0, 0.0]])
     documents = torch.tensor([[0.5, 1.0, 0.0], [0.1, 0.0, 3.0], [0.0, 1.0, 0.0], [0.2, 0.0, 0.0]])
@@ -49,15 +57,16 @@ def test_flops_is_the_sum_over_terms_of_the_two_shares():
 
 
 def test_equal_scores_are_ranked_by_id():
-    hits = rank(torch.tensor([[1.0, 2.0, 1.0, 2.0]]), ["d", "c", "a", "b"], top_k=3)
-    assert [hit["corpus_id"] for hit in hits[0]] == ["b", "c", "a"]
-    assert [hit["score"] for hit in hits[0]] == [2.0, 2.0, 1.0]
+    index = SparseIndex.from_embeddings(torch.tensor([[1.0], [2.0], [1.0], [2.0]]), ["d", "c", "a", "b"])
+    (hits,) = index.search(torch.tensor([[1.0]]), top_k=3)
+    assert [id for id, _ in hits] == ["b", "c", "a"]
+    assert [score for _, score in hits] == [2.0, 2.0, 1.0]
 
 
 def test_bm25_ranks_by_rare_terms_and_stems():
     corpus = {"a": "the cats sit on the mat", "b": "a dog sits on the mat", "c": "birds fly"}
-    hits = bm25_search(corpus, {"q1": "cat", "q2": "flying bird"}, top_k=10)
-    assert [row[0]["corpus_id"] for row in hits] == ["a", "c"]
-    assert len(hits[0]) == 3  # top_k beyond the corpus gives the whole corpus
+    run = bm25_run(corpus, {"q1": "cat", "q2": "flying bird"}, top_k=10)
+    assert [hits[0][0] for hits in run.values()] == ["a", "c"]
+    assert len(run["q1"]) == 3  # top_k beyond the corpus gives the whole corpus
     with pytest.raises(ValueError, match="at least one document"):
-        bm25_search({}, {"q": "cat"}, top_k=1)
+        bm25_run({}, {"q": "cat"}, top_k=1)

@@ -22,8 +22,9 @@ from st_sparse_rescale.demo.backbones import backbone_path
 from st_sparse_rescale.demo.corpus import docstring_corpus, write_corpus
 from st_sparse_rescale.demo.report import TrainedRun, at_equal_cost, results_table, write_report
 from st_sparse_rescale.evaluation.beir import load_evaluator
-from st_sparse_rescale.evaluation.bm25 import bm25_search
-from st_sparse_rescale.evaluation.tradeoff import flat_metrics, rank, trace_tradeoff
+from st_sparse_rescale.evaluation.bm25 import bm25_run
+from st_sparse_rescale.evaluation.sparse_index import SparseIndex
+from st_sparse_rescale.evaluation.tradeoff import corpus_of, queries_of, score_run, trace_tradeoff
 from st_sparse_rescale.training import CollapseError, Recipe, train
 from st_sparse_rescale.training.train import CHECKPOINTS, last_complete_checkpoint
 from st_sparse_rescale.whole import written_whole
@@ -79,7 +80,7 @@ def run_demo(
     with _progress(console) as progress:
         corpus = _corpus(output / "corpus", progress)
         evaluator = cast(SparseInformationRetrievalEvaluator, load_evaluator(corpus / "test"))
-        bm25 = _bm25(evaluator)
+        bm25 = score_run(evaluator, bm25_run(corpus_of(evaluator), queries_of(evaluator), top_k=100))
         runs, models = [], []
         for backbone, k in RUNS:
             trained, model = _trained_run(settings, backbone, k, corpus, evaluator, output / "runs", progress)
@@ -110,21 +111,19 @@ def answer(
         queries: The queries.
         console: Where to print.
     """
-    documents = model.encode_document(list(map(str, evaluator.corpus)), batch_size=64)
+    texts = corpus_of(evaluator)
+    index = SparseIndex.from_embeddings(model.encode_document(list(texts.values()), batch_size=64), list(texts))
     embeddings = model.encode_query(list(queries))
-    scores = model.similarity(embeddings, documents)
-    texts = dict(zip(evaluator.corpus_ids, evaluator.corpus, strict=True))
-    hits = rank(scores, evaluator.corpus_ids, TOP_DOCUMENTS)
+    hits = index.search(embeddings, top_k=TOP_DOCUMENTS)
     decoded = cast(list[list[tuple[str, float]]], model.decode(embeddings, top_k=TOP_TERMS))
     for query, terms, found in zip(queries, decoded, hits, strict=True):
         console.print(f"\n[bold]{query}[/]")
         words = set(model.tokenizer.tokenize(query))
         shown = (f"{term} {weight:.2f}" if term in words else f"[cyan]{term} {weight:.2f}[/]" for term, weight in terms)
         console.print("  terms ([cyan]expansion[/]): " + ", ".join(shown))
-        for place, hit in enumerate(found, start=1):
-            preview = str(texts[hit["corpus_id"]])[:PREVIEW]
-            console.print(f"  {place}. {hit['corpus_id']} ({hit['score']:.1f})", markup=False, highlight=False)
-            console.print(f"     {preview}...", markup=False, highlight=False, style="dim")
+        for place, (id, score) in enumerate(found, start=1):
+            console.print(f"  {place}. {id} ({score:.1f})", markup=False, highlight=False)
+            console.print(f"     {texts[id][:PREVIEW]}...", markup=False, highlight=False, style="dim")
 
 
 @dataclass
@@ -195,12 +194,6 @@ def _trained_run(
     progress.update(task, completed=1)
     losses = [(int(row["step"]), float(row["base_loss"])) for row in history if "base_loss" in row]
     return TrainedRun(name, backbone, k, curve[LIMITS.index(None)], curve, losses, seconds, said), model
-
-
-def _bm25(evaluator: SparseInformationRetrievalEvaluator) -> dict[str, float]:
-    corpus = dict(zip(evaluator.corpus_ids, map(str, evaluator.corpus), strict=True))
-    queries = dict(zip(evaluator.queries_ids, map(str, evaluator.queries), strict=True))
-    return flat_metrics(evaluator.compute_metrics([*bm25_search(corpus, queries, top_k=100)]))
 
 
 def _setting(

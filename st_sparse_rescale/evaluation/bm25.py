@@ -73,18 +73,6 @@ def bm25_run(
     return dict(zip(queries, best.hits(include_zeros=True), strict=True))
 
 
-def bm25_search(
-    corpus: Mapping[str, str], queries: Mapping[str, str], top_k: int, k1: float = 1.5, b: float = 0.75
-) -> list[list[dict[str, str | float]]]:
-    """:func:`bm25_run` in the form that ``compute_metrics`` of sentence-transformers' evaluators takes.
-
-    Returns:
-        For each query, in the order of ``queries``, hits ``{"corpus_id": ..., "score": ...}`` in rank order.
-    """
-    run = bm25_run(corpus, queries, top_k, k1, b)
-    return [[{"corpus_id": id, "score": score} for id, score in hits] for hits in run.values()]
-
-
 def _words(texts: list[str]) -> list[list[str]]:
     return bm25s.tokenize(
         texts, stopwords="en", stemmer=Stemmer.Stemmer("english"), return_ids=False, show_progress=False

@@ -72,7 +72,7 @@ def retrieve(
     scale = similarity_scale(model)
     order, ids, texts = IdOrder(list(corpus)), list(queries), list(corpus.values())
     encoded = as_csr(model.encode_query(list(queries.values()), batch_size=batch_size, save_to_cpu=True))
-    sides = [(limit_active_dims(encoded, limit), _Activity(encoded.shape[1])) for limit in limits]
+    sides = [(limit_active_dims(encoded, limit), Activity(encoded.shape[1])) for limit in limits]
     searches = [TopK(scale(cut), order, top_k, excluded=ids if exclude_self else None) for cut, _ in sides]
     with tqdm(total=len(texts), desc="Encoding", unit=" documents", disable=not show_progress_bar) as progress:
         for start in range(0, len(texts), ENCODE_CHUNK):
@@ -89,7 +89,7 @@ def retrieve(
         Retrieval(
             limit,
             dict(zip(ids, search.hits(include_zeros=True), strict=True)),
-            (asked := _Activity(cut.shape[1], cut)).dims,
+            (asked := Activity(cut.shape[1], cut)).dims,
             activity.dims,
             float(asked.shares @ activity.shares),
         )
@@ -114,8 +114,12 @@ def similarity_scale(model: SparseEncoder) -> Callable[[sparse.csr_matrix], spar
     )
 
 
-class _Activity:
-    """In how many vectors each term is active."""
+class Activity:
+    """In how many vectors each term is active.
+
+    The product of the ``shares`` of queries and documents is the expected number of multiplications to score a pair
+    (Formal et al., "SPLADE", SIGIR 2021; the quantity behind the FLOPS regulariser of Paria et al., ICLR 2020).
+    """
 
     def __init__(self, dimension: int, matrix: sparse.csr_matrix | None = None) -> None:
         self.rows, self.counts = 0, np.zeros(dimension, dtype=np.int64)
@@ -123,13 +127,16 @@ class _Activity:
             self.add(matrix)
 
     def add(self, matrix: sparse.csr_matrix) -> None:
+        """Count the terms of further vectors."""
         self.rows += matrix.shape[0]
         self.counts += np.bincount(matrix.indices, minlength=len(self.counts))
 
     @property
     def shares(self) -> np.ndarray:
+        """For each term the share of the vectors in which it is active."""
         return self.counts / self.rows
 
     @property
     def dims(self) -> float:
+        """Mean number of active terms a vector."""
         return float(self.shares.sum())

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
 
-from st_sparse_rescale.evaluation.metrics import depth, mean, measure
+from st_sparse_rescale.evaluation.metrics import Run, depth, mean, measure
 from st_sparse_rescale.evaluation.retrieval import retrieve
 
 
@@ -42,22 +40,17 @@ def trace_tradeoff(
             curve = trace_tradeoff(model, evaluator, limits=[32, 128, None])
             print([(point["flops"], point["ndcg@10"]) for point in curve])
     """
-    queries = dict(zip(evaluator.queries_ids, map(str, evaluator.queries), strict=True))
-    corpus = dict(zip(evaluator.corpus_ids, map(str, evaluator.corpus), strict=True))
-    qrels = {query: dict.fromkeys(evaluator.relevant_docs[query], 1) for query in queries}
-    cut_offs = {
-        "accuracy": evaluator.accuracy_at_k,
-        "precision": evaluator.precision_recall_at_k,
-        "recall": evaluator.precision_recall_at_k,
-        "ndcg": evaluator.ndcg_at_k,
-        "mrr": evaluator.mrr_at_k,
-        "map": evaluator.map_at_k,
-    }
-    metrics = [f"{name}@{k}" for name, ks in cut_offs.items() for k in ks]
-    found = retrieve(model, queries, corpus, depth(metrics), limits=limits, batch_size=batch_size)
+    found = retrieve(
+        model,
+        queries_of(evaluator),
+        corpus_of(evaluator),
+        depth(metrics_of(evaluator)),
+        limits=limits,
+        batch_size=batch_size,
+    )
     return [
         {
-            **{metric: mean(scores) for metric, scores in measure(point.run, qrels, metrics).items()},
+            **score_run(evaluator, point.run),
             "query_active_dims": point.query_active_dims,
             "corpus_active_dims": point.corpus_active_dims,
             "flops": point.flops,
@@ -66,43 +59,38 @@ def trace_tradeoff(
     ]
 
 
-def mean_flops(queries: torch.Tensor, documents: torch.Tensor) -> float:
-    """Expected number of multiplications to score a query against a document.
-
-    The sum over terms of the share of queries times the share of documents in which the term is active (Formal et
-    al., "SPLADE", SIGIR 2021; the quantity behind the FLOPS regulariser of Paria et al., ICLR 2020).
+def score_run(evaluator: SparseInformationRetrievalEvaluator, run: Run) -> dict[str, float]:
+    """Score any run by the judgements and the cut-offs of an evaluator.
 
     Args:
-        queries: (queries, vocabulary), sparse or dense.
-        documents: (documents, vocabulary), sparse or dense.
+        evaluator: Holds the queries, the judgements and the cut-offs.
+        run: For each query id its (document id, score) pairs in rank order.
 
     Returns:
-        The expected number of multiplications.
-
-    Example:
-        ::
-
-            mean_flops(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([[2.0, 1.0]]))  # 1 * 1 + 0.5 * 1 = 1.5
+        ``ndcg@10``, ``mrr@10``, ... as means over the queries.
     """
-    return float(_activity(queries) @ _activity(documents))
+    qrels = {query: dict.fromkeys(evaluator.relevant_docs[query], 1) for query in evaluator.queries_ids}
+    return {metric: mean(scores) for metric, scores in measure(run, qrels, metrics_of(evaluator)).items()}
 
 
-def rank(scores: torch.Tensor, ids: Sequence[str], top_k: int) -> list[Any]:
-    """Order the documents of each query by score, equal scores by id, and keep the first ``top_k``."""
-    # Documents in the order of their ids, then a stable sort: ties keep that order.
-    by_id = sorted(range(len(ids)), key=lambda i: ids[i])
-    values, places = scores[:, by_id].sort(dim=1, descending=True, stable=True)
-    return [
-        [{"corpus_id": ids[by_id[place]], "score": value} for place, value in zip(row, row_values, strict=True)]
-        for row, row_values in zip(places[:, :top_k].tolist(), values[:, :top_k].tolist(), strict=True)
-    ]
+def metrics_of(evaluator: SparseInformationRetrievalEvaluator) -> list[str]:
+    """The metrics that an evaluator reports, such as ``ndcg@10``."""
+    cut_offs = {
+        "accuracy": evaluator.accuracy_at_k,
+        "precision": evaluator.precision_recall_at_k,
+        "recall": evaluator.precision_recall_at_k,
+        "ndcg": evaluator.ndcg_at_k,
+        "mrr": evaluator.mrr_at_k,
+        "map": evaluator.map_at_k,
+    }
+    return [f"{name}@{k}" for name, ks in cut_offs.items() for k in ks]
 
 
-def flat_metrics(metrics: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
-    """Turn ``{"ndcg@k": {10: 0.4}}`` into ``{"ndcg@10": 0.4}``."""
-    return {name.replace("@k", f"@{k}"): float(v) for name, by_k in metrics.items() for k, v in by_k.items()}
+def queries_of(evaluator: SparseInformationRetrievalEvaluator) -> dict[str, str]:
+    """The query texts of an evaluator, by id."""
+    return dict(zip(evaluator.queries_ids, map(str, evaluator.queries), strict=True))
 
 
-def _activity(embeddings: torch.Tensor) -> torch.Tensor:
-    """Share of the rows in which each column is active: (vocabulary,)."""
-    return (embeddings.to_dense() != 0).double().mean(dim=0)
+def corpus_of(evaluator: SparseInformationRetrievalEvaluator) -> dict[str, str]:
+    """The document texts of an evaluator, by id."""
+    return dict(zip(evaluator.corpus_ids, map(str, evaluator.corpus), strict=True))
