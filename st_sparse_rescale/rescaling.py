@@ -79,6 +79,16 @@ def validate_k(k: Any) -> float | Literal["auto"]:
     return number
 
 
+def validate_strategy(strategy: Any) -> None:
+    """Check the name of a strategy.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if strategy not in get_args(Strategy):
+        raise ValueError(f'strategy={strategy!r} is unknown: give "weight" or "norm".')
+
+
 def recorded_rescale(config_or_model: PretrainedConfig | PreTrainedModel | SparseEncoder) -> HeadRescale | None:
     """Read from a config, or from a model's, how its head was rescaled.
 
@@ -155,8 +165,7 @@ def rescale_mlm_head(
     number = validate_k(k)
     if number == "auto":
         raise ValueError('k="auto" is chosen by measuring the head on texts; to rescale it, give the number.')
-    if strategy not in get_args(Strategy):
-        raise ValueError(f'strategy={strategy!r} is unknown: give "weight" or "norm".')
+    validate_strategy(strategy)
     model = _masked_lm(model)
     recorded = recorded_rescale(model)
     if recorded is not None:

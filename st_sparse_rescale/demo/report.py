@@ -10,7 +10,11 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from st_sparse_rescale.evaluation.report import draw_tradeoff
+
 METRICS = ("ndcg@10", "mrr@10", "recall@100")
+LIMITS = (32, 64, 128, 256, None)
+"""Limits of active dimensions at which each model is evaluated."""
 EQUAL_COST = 20.0
 """FLOPS at which the models are compared: vectors of very different density say little side by side."""
 
@@ -26,7 +30,7 @@ class TrainedRun:
     metrics: dict[str, float]
     """``ndcg@10``, ``mrr@10``, ``recall@100``, ``query_active_dims``, ``corpus_active_dims``, ``flops``."""
     curve: list[dict[str, float]]
-    """The same metrics at limits of active dimensions."""
+    """The same metrics at each of `LIMITS`."""
     losses: list[tuple[int, float]]
     """(step, ranking loss without regularisers)."""
     seconds: float
@@ -51,7 +55,11 @@ def write_report(
     """
     batch = int(setting["batch size"])
     _plot_losses(folder / "loss.png", runs, math.log(batch))
-    _plot_tradeoff(folder / "tradeoff.png", runs, bm25["ndcg@10"])
+    curves = {
+        run.name: [(p["flops"], p["ndcg@10"], limit) for p, limit in zip(run.curve, LIMITS, strict=True)]
+        for run in runs
+    }
+    draw_tradeoff(folder / "tradeoff.png", curves, {"BM25": bm25["ndcg@10"]}, "nDCG@10")
     results = {"setting": setting, "bm25": bm25, "runs": [asdict(run) for run in runs]}
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     page = folder / "report.md"
@@ -126,23 +134,6 @@ def _plot_losses(file: Path, runs: Sequence[TrainedRun], chance: float) -> None:
     axes.set(
         xlabel="step", ylabel="ranking loss", yscale="log", title="Ranking loss in training (mean since the last point)"
     )
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=150)
-
-
-def _plot_tradeoff(file: Path, runs: Sequence[TrainedRun], bm25: float) -> None:
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for run in runs:
-        # A model without any active dimension has no place on a logarithmic axis.
-        points = [(p["flops"], p["ndcg@10"]) for p in run.curve if p["flops"] > 0]
-        if points:
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=run.name)
-    axes.axhline(bm25, color="grey", linestyle=":", label="BM25")
-    axes.set(xlabel="FLOPS a query and document", ylabel="nDCG@10", xscale="log", ylim=(0, None))
-    axes.set_title("Effectiveness against efficiency: active dimensions limited to 32, 64, 128, 256, none")
-    axes.title.set_fontsize(10)
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(file, dpi=150)

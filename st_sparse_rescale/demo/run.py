@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from st_sparse_rescale.demo.backbones import backbone_path
 from st_sparse_rescale.demo.corpus import docstring_corpus, write_corpus
-from st_sparse_rescale.demo.report import TrainedRun, at_equal_cost, results_table, write_report
+from st_sparse_rescale.demo.report import LIMITS, TrainedRun, at_equal_cost, results_table, write_report
 from st_sparse_rescale.evaluation.beir import load_evaluator
 from st_sparse_rescale.evaluation.bm25 import bm25_run
 from st_sparse_rescale.evaluation.sparse_index import SparseIndex
@@ -30,7 +30,6 @@ from st_sparse_rescale.training.train import CHECKPOINTS, last_complete_checkpoi
 from st_sparse_rescale.whole import written_whole
 
 RUNS = (("bert-mini", 1), ("modernbert-mini", 1), ("modernbert-mini", 16))
-LIMITS = (32, 64, 128, 256, None)
 QUERIES = (
     "compute the mean along an axis and ignore missing values",
     "split an array into several sub-arrays",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,30 +100,54 @@ def plot_tradeoff(results: Evaluation, file: str | Path, metric: str = "ndcg@10"
     Returns:
         The file.
     """
+    curves: dict[str, list[tuple[float, float, int | None]]] = {}
+    baselines: dict[str, float] = {}
+    for row in results.means():
+        value = row.metrics.get(metric)
+        if value is None:
+            continue
+        if row.flops is None:
+            baselines[row.system] = value
+        else:
+            model = row.system.removesuffix(f" ({row.limit} dims)")
+            curves.setdefault(model, []).append((row.flops, value, row.limit))
+    return draw_tradeoff(file, curves, baselines, _spelled(metric))
+
+
+def draw_tradeoff(
+    file: str | Path,
+    curves: Mapping[str, Sequence[tuple[float, float, int | None]]],
+    baselines: Mapping[str, float],
+    metric: str,
+) -> Path:
+    """Draw effectiveness against FLOPS.
+
+    Args:
+        file: Where the image goes; its suffix says the format.
+        curves: For each model its (FLOPS, effectiveness, limit of active dimensions) points, in any order.
+        baselines: The effectiveness of systems without FLOPS.
+        metric: What effectiveness is, as the axis says.
+
+    Returns:
+        The file.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    lines: dict[str, list[tuple[float, float, str]]] = {}
-    styles = cycle((":", "--", "-."))
-    for row in results.means():
-        value = row.metrics.get(metric)
-        if value is None:
-            continue
-        if row.flops is None:
-            axes.axhline(value, color="grey", linestyle=next(styles), label=row.system)
-        elif row.flops > 0:  # nothing active has no place on a logarithmic axis
-            model = row.system.removesuffix(f" ({row.limit} dims)")
-            label = "all" if row.limit is None else str(row.limit)
-            lines.setdefault(model, []).append((row.flops, value, label))
-    for model, points in lines.items():
-        points.sort()
-        axes.plot([x for x, _, _ in points], [y for _, y, _ in points], marker="o", label=model)
-        for x, y, label in points:
-            axes.annotate(label, (x, y), textcoords="offset points", xytext=(4, -10), fontsize=8)
-    axes.set(xlabel="FLOPS a query and document", ylabel=_spelled(metric), xscale="log", ylim=(0, None))
+    for model, points in curves.items():
+        # What has nothing active has no place on a logarithmic axis.
+        seen = sorted((x, y, "all" if limit is None else str(limit)) for x, y, limit in points if x > 0)
+        if seen:
+            axes.plot([x for x, _, _ in seen], [y for _, y, _ in seen], marker="o", label=model)
+        for (x, y, label), after in zip(seen, [*(x for x, _, _ in seen[1:]), float("inf")], strict=True):
+            if after > 1.15 * x:  # of points that nearly coincide, the last is labelled
+                axes.annotate(label, (x, y), textcoords="offset points", xytext=(4, -10), fontsize=8)
+    for (system, value), style in zip(baselines.items(), cycle((":", "--", "-.")), strict=False):
+        axes.axhline(value, color="grey", linestyle=style, label=system)
+    axes.set(xlabel="FLOPS a query and document", ylabel=metric, xscale="log", ylim=(0, None))
     axes.set_title("Effectiveness against efficiency, by active dimensions", fontsize=10)
     axes.legend()
     axes.grid(alpha=0.3)

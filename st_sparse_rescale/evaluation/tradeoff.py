@@ -40,14 +40,8 @@ def trace_tradeoff(
             curve = trace_tradeoff(model, evaluator, limits=[32, 128, None])
             print([(point["flops"], point["ndcg@10"]) for point in curve])
     """
-    found = retrieve(
-        model,
-        queries_of(evaluator),
-        corpus_of(evaluator),
-        depth(metrics_of(evaluator)),
-        limits=limits,
-        batch_size=batch_size,
-    )
+    queries, corpus, top_k = queries_of(evaluator), corpus_of(evaluator), depth(metrics_of(evaluator))
+    found = retrieve(model, queries, corpus, top_k, limits=limits, batch_size=batch_size)
     return [
         {
             **score_run(evaluator, point.run),

@@ -60,8 +60,9 @@ def fuse(model: Model) -> Model:
             pooling.__class__ = SpladePooling
             ours = cast(SpladePooling, pooling)
             ours.mask_special_tokens, ours.mask = False, None
+    tokens = special_tokens(model)
     for sequence in [m for m in model.modules() if isinstance(m, nn.Sequential)]:
-        _take_in_masks(sequence, special_tokens(model))
+        _take_in_masks(sequence, tokens)
     for module in model.modules():
         if isinstance(module, SavedAsStock):
             module.on_model_ready(model)

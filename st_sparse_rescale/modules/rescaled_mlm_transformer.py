@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from sentence_transformers.base import BaseModel
 from sentence_transformers.base.model_card import BaseModelCardData
@@ -17,7 +17,7 @@ from st_sparse_rescale.modules.hand_over import DECODER_INPUT, DecoderInput, can
 from st_sparse_rescale.modules.splade_pooling import SpladePooling
 from st_sparse_rescale.modules.stock_checkpoint import SavedAsStock
 from st_sparse_rescale.modules.trained_head import require_trained_head
-from st_sparse_rescale.rescaling import Strategy, recorded_rescale, rescale_mlm_head, validate_k
+from st_sparse_rescale.rescaling import Strategy, recorded_rescale, rescale_mlm_head, validate_k, validate_strategy
 
 CITATION = """\
 @misc{rescaling-mlm-head,
@@ -85,8 +85,7 @@ class RescaledMLMTransformer(SavedAsStock, Transformer):
                 'k="auto" cannot measure a head yet. Give a number; the values of arXiv:2606.18811 are 16 for '
                 "ModernBERT and Ettin, 2 for RoBERTa, and 1 for others."
             )
-        if strategy not in get_args(Strategy):
-            raise ValueError(f'strategy={strategy!r} is unknown: give "weight" or "norm".')
+        validate_strategy(strategy)
         if calibration_texts is not None:
             raise ValueError(f'calibration_texts are for k="auto", and k is {k!r}: leave one of them out.')
         if (task := transformer_kwargs.setdefault("transformer_task", "fill-mask")) != "fill-mask":
