@@ -169,7 +169,7 @@ def probe(model: PreTrainedModel, decoder: nn.Linear, replaced: dict[str, Tensor
     ]
     hooks.append(decoder.register_forward_pre_hook(lambda module, args: entered.append(args[0])))
     try:
-        with _undisturbed(model):
+        with undisturbed(model):
             output = functional_call(model, replaced or {}, kwargs={"input_ids": ids})
     except Exception as error:  # whatever a model's code may raise
         _refuse(model, f"it does not run on token ids alone ({type(error).__name__}: {error})", cause=error)
@@ -234,7 +234,7 @@ def _decoder(model: PreTrainedModel) -> tuple[nn.Linear, str]:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluate without gradients or autocast, and leave modes and random number generators as they were."""
     modes = {module: module.training for module in model.modules()}
     device = next(model.parameters()).device

@@ -16,8 +16,8 @@ from st_sparse_rescale.heads import MLMHead, UnsupportedHeadError
 from st_sparse_rescale.modules.hand_over import DECODER_INPUT, DecoderInput, can_hand_over, followers, handing_over
 from st_sparse_rescale.modules.splade_pooling import SpladePooling
 from st_sparse_rescale.modules.stock_checkpoint import SavedAsStock
-from st_sparse_rescale.modules.trained_head import require_trained_head
 from st_sparse_rescale.rescaling import Strategy, recorded_rescale, rescale_mlm_head, validate_k, validate_strategy
+from st_sparse_rescale.trained_head import require_trained_head
 
 CITATION = """\
 @misc{rescaling-mlm-head,
