@@ -38,7 +38,9 @@ def train(
     k: Annotated[str | None, typer.Option(help="Divisor of the head's logits; 1 leaves the head alone.")] = None,
     strategy: Annotated[str | None, typer.Option(help="How k is applied: weight or norm.")] = None,
     eval: Annotated[str | None, typer.Option(help="Evaluation data: a BEIR folder, or nanobeir.")] = None,
-    config: Annotated[str, typer.Option(help="Recipe: paper, distil or a YAML file.")] = "paper",
+    config: Annotated[
+        str, typer.Option(help="Recipe: paper, distil, distil-kl, inference-free or a YAML file.")
+    ] = "paper",
     output: Annotated[Path, typer.Option(help="Folder for recipe, checkpoints and model.")] = Path("splade-out"),
     epochs: Annotated[float | None, typer.Option(help="Passes over the data.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimiser steps, instead of epochs.")] = None,
@@ -118,7 +120,7 @@ def evaluate(
         list[str] | None, typer.Option(help="Limits of active dimensions to trace, such as 16 64 256 none.")
     ] = None,
     bm25: Annotated[bool, typer.Option("--bm25", help="Evaluate BM25 beside it.")] = False,
-    compare: Annotated[str | None, typer.Option(help="Another sparse model, to compare query by query.")] = None,
+    compare: Annotated[list[str] | None, typer.Option(help="Other sparse models, to compare query by query.")] = None,
     hybrid: Annotated[str | None, typer.Option(help="A dense model, to fuse with.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder for TREC run files.")] = None,
     output: Annotated[
@@ -130,9 +132,9 @@ def evaluate(
     exclude_self: Annotated[
         bool | None, typer.Option(help="Leave out the document whose id is the query's; by default as is customary.")
     ] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens a text, instead of the model's limit.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Texts encoded at once.")] = 32,
-    permutations: Annotated[int, typer.Option(help="Sign patterns drawn by the comparison's test.")] = 100_000,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Tokens a text, instead of the model's limit.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts encoded at once.")] = 32,
+    permutations: Annotated[int, typer.Option(min=1, help="Sign patterns drawn by the comparison's test.")] = 100_000,
     seed: Annotated[int, typer.Option(help="Of that draw.")] = 0,
     debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
 ) -> None:
@@ -148,7 +150,7 @@ def evaluate(
             metrics=metrics,
             max_active_dims=parse_limits(max_active_dims or ["none"]),
             bm25=bm25,
-            compare_with=compare,
+            compare_with=compare or (),
             hybrid_with=hybrid,
             run_dir=run_dir,
             output=output,
@@ -162,7 +164,185 @@ def evaluate(
             seed=seed,
             show_progress_bar=not console.quiet,
         )
-        show(results, console, plot_dir=run_dir or (output.parent if output else None))
+        show(results, console, plot_dir=run_dir or (output.parent if output else Path()))
+
+
+@app.command()
+def sweep(
+    config: Annotated[Path, typer.Argument(help="YAML file with the sweep's recipe and grids.")],
+    output: Annotated[Path, typer.Option(help="JSON Lines file, one line a run; finished runs are not done again.")],
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each with one thread.")] = 1,
+    collection: Annotated[list[Path] | None, typer.Option(help="Folder to evaluate on, too; repeatable.")] = None,
+    work: Annotated[Path, typer.Option(help="Folder for the training corpus.")] = Path("build/sweep"),
+    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+) -> None:
+    """Train and evaluate mini models over grids of settings, or go on with a killed sweep."""
+    from st_sparse_rescale.experiments import run_sweep
+
+    with _one_message(debug):
+        _quiet_libraries()
+        run_sweep(config, output, jobs=jobs, collections=collection or [], work=work, console=console)
+
+
+@app.command()
+def mine(
+    train: Annotated[str, typer.Option(help="Pairs of query and positive: a file or a hub name.")],
+    output: Annotated[Path, typer.Option(help="Training file to write, .jsonl.")],
+    bm25: Annotated[bool, typer.Option("--bm25", help="Search by BM25.")] = False,
+    sparse: Annotated[str | None, typer.Option(help="Search by this sparse model.")] = None,
+    dense: Annotated[str | None, typer.Option(help="Search by this dense model.")] = None,
+    corpus: Annotated[
+        str | None, typer.Option(help="Documents to search beside the positives, such as BEIR's corpus.jsonl.")
+    ] = None,
+    cross_encoder: Annotated[str | None, typer.Option(help="Scores the candidates anew for the filters.")] = None,
+    num_negatives: Annotated[int, typer.Option(help="Negatives a query.")] = 4,
+    range_min: Annotated[int, typer.Option(help="How many of the best documents to skip.")] = 0,
+    range_max: Annotated[int | None, typer.Option(help="Last rank to consider.")] = None,
+    max_score: Annotated[float | None, typer.Option(help="What a negative may score at most.")] = None,
+    min_score: Annotated[float | None, typer.Option(help="What a negative must score at least.")] = None,
+    absolute_margin: Annotated[float | None, typer.Option(help="By how much a positive must outscore it.")] = None,
+    relative_margin: Annotated[float | None, typer.Option(help="Likewise, as a share of its score.")] = None,
+    sampling: Annotated[str, typer.Option(help="Which of those left: top or random.")] = "top",
+    seed: Annotated[int, typer.Option(help="Of the random choice.")] = 0,
+    column: Annotated[list[str] | None, typer.Option(help="A column's role, as query=question; repeatable.")] = None,
+    index: Annotated[Path | None, typer.Option(help="Folder to keep a sparse model's index in.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Texts encoded, or pairs scored, at once.")] = 32,
+    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+) -> None:
+    """Find hard negatives for training, or go on with a killed search: the same command again resumes it."""
+    from st_sparse_rescale.training import mine as run
+
+    with _one_message(debug):
+        _quiet_libraries()
+        mined = run(
+            train,
+            output,
+            bm25=bm25,
+            sparse=sparse,
+            dense=dense,
+            corpus=corpus,
+            cross_encoder=cross_encoder,
+            columns=_settings(column or [], "--column"),
+            index=index,
+            batch_size=batch_size,
+            show_progress_bar=not console.quiet,
+            num_negatives=num_negatives,
+            range_min=range_min,
+            range_max=range_max,
+            max_score=max_score,
+            min_score=min_score,
+            absolute_margin=absolute_margin,
+            relative_margin=relative_margin,
+            sampling=sampling,
+            seed=seed,
+        )
+        console.print(f"{mined.rows:,} rows in {mined.file}; {mined.dropped:,} dropped for want of negatives.")
+
+
+@app.command()
+def score(
+    train: Annotated[str, typer.Option(help="Queries with positives and negatives: a file or a hub name.")],
+    output: Annotated[Path, typer.Option(help="Training file to write, .jsonl.")],
+    cross_encoder: Annotated[str | None, typer.Option(help="The teacher, a cross-encoder.")] = None,
+    sparse: Annotated[str | None, typer.Option(help="The teacher, a sparse model.")] = None,
+    num_negatives: Annotated[int | None, typer.Option(help="Negatives kept a row.")] = None,
+    column: Annotated[list[str] | None, typer.Option(help="A column's role, as query=question; repeatable.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Pairs scored, or texts encoded, at once.")] = 32,
+    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+) -> None:
+    """Add a teacher's scores for distillation, or go on with a killed call: the same command again resumes it."""
+    from st_sparse_rescale.training import score as run
+
+    with _one_message(debug):
+        _quiet_libraries()
+        file = run(
+            train,
+            output,
+            cross_encoder=cross_encoder,
+            sparse=sparse,
+            columns=_settings(column or [], "--column"),
+            num_negatives=num_negatives,
+            batch_size=batch_size,
+            show_progress_bar=not console.quiet,
+        )
+        console.print(f"Scored: {file}")
+
+
+@app.command(cls=ManyValues)
+def encode(
+    model: Annotated[str, typer.Argument(help="Checkpoint: a folder or a hub name.")],
+    corpus: Annotated[str, typer.Argument(help="A .jsonl, .csv, .tsv or .parquet file, a BEIR folder, or a hub name.")],
+    output: Annotated[Path, typer.Argument(help="Folder for the shards; a killed encoding goes on from it.")],
+    queries: Annotated[bool, typer.Option("--queries", help="The texts are queries, not documents.")] = False,
+    devices: Annotated[list[str] | None, typer.Option(help="Such as cuda:0 cuda:1; by default the first.")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Processes a device; with --ray, in all.")] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Encode by Ray, here or on the cluster of RAY_ADDRESS.")] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts encoded at once.")] = 32,
+    shard_size: Annotated[int, typer.Option(min=1, help="Texts a file: what a kill can lose.")] = 16_384,
+    max_active_dims: Annotated[int | None, typer.Option(min=1, help="Terms kept a text.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Tokens a text, instead of the model's limit.")] = None,
+    id_column: Annotated[str | None, typer.Option(help="Column of the ids, where its name does not say so.")] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column of the texts, likewise.")] = None,
+    title_column: Annotated[str | None, typer.Option(help="Column put in front of the text.")] = None,
+    parent_column: Annotated[str | None, typer.Option(help="Column of the document that a chunk belongs to.")] = None,
+    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+) -> None:
+    """Encode a corpus into Parquet files, or go on with a killed encoding: the same command again resumes it."""
+    from st_sparse_rescale.serving import Corpus, encode_corpus
+
+    with _one_message(debug):
+        _quiet_libraries()
+        shards = encode_corpus(
+            model,
+            Corpus(corpus, id_column, text_column, title_column, parent_column),
+            output,
+            task="query" if queries else "document",
+            devices=devices or (),
+            processes=processes,
+            ray=ray,
+            batch_size=batch_size,
+            shard_size=shard_size,
+            max_active_dims=max_active_dims,
+            max_length=max_length,
+            show_progress_bar=not console.quiet,
+        )
+        console.print(f"{len(shards):,} texts of {shards.dimension:,} dimensions in {output}.", soft_wrap=True)
+
+
+@app.command()
+def export(
+    shards: Annotated[Path, typer.Argument(help="Folder of encoded documents.")],
+    output: Annotated[Path, typer.Argument(help="Folder to make.")],
+    to: Annotated[str, typer.Option(help="Engine: anserini, elasticsearch, milvus, opensearch, pgvector, qdrant...")],
+    name: Annotated[str, typer.Option(help="Of the collection, index or table.")] = "documents",
+    top_k: Annotated[int | None, typer.Option(help="Keep so many of each document's heaviest terms.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Keep weights of at least this.")] = None,
+    mass: Annotated[float | None, typer.Option(help="Keep the heaviest terms with this share of the weight.")] = None,
+    combine: Annotated[bool, typer.Option("--combine", help="Combine a document's chunks by the maximum.")] = False,
+    separator: Annotated[str, typer.Option(help="Between a document's id and its chunk's number.")] = "#",
+    levels: Annotated[int, typer.Option(help="The largest integer, where the engine takes integers.")] = 255,
+    queries: Annotated[Path | None, typer.Option(help="Encoded queries, to compare with exact search by.")] = None,
+    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+) -> None:
+    """Write encoded documents as the files of a search engine, and compare their top 10 with exact search."""
+    from st_sparse_rescale.serving import export as run
+
+    with _one_message(debug):
+        report = run(
+            shards,
+            to,
+            output,
+            name=name,
+            top_k=top_k,
+            threshold=threshold,
+            mass=mass,
+            combine=combine,
+            separator=separator,
+            levels=levels,
+            queries=queries,
+            show_progress_bar=not console.quiet,
+        )
+        console.print(report.summary(), soft_wrap=True)
 
 
 def _typed_queries(examples: Sequence[str]) -> list[str]:
@@ -183,17 +363,17 @@ def _quiet_libraries() -> None:
     logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
 
 
-def _settings(texts: list[str]) -> dict[str, Any]:
+def _settings(texts: list[str], option: str = "--set") -> dict[str, Any]:
     """Parse name=value, where the value is written as in a recipe."""
     settings = {}
     for text in texts:
         name, separator, value = text.partition("=")
         if not separator:
-            raise ValueError(f"--set {text} must be written name=value, such as --set scale=20.")
+            raise ValueError(f"{option} {text} must be written name=value.")
         try:
             settings[name.strip()] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ValueError(f"--set {text}: the value is not valid YAML ({error}).") from error
+            raise ValueError(f"{option} {text}: the value is not valid YAML ({error}).") from error
     return settings
 
 

@@ -1,6 +1,7 @@
 """Collections from folders, the hub's layouts and ir_datasets; what is wrong with them is said with file and line."""
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -77,6 +78,10 @@ FAULTS = [
     ({"qrels": [*QRELS, "q1\td1\t1"]}, r"test.tsv, line 5: grades 'd1' for 'q1' as 1, before as 2; the first", {}),
     ({"qrels": [*QRELS, "q1 d1 1"]}, r"test.tsv, line 5: must be query id, document id, score", {}),
     ({"qrels": [*QRELS, "q1\td1\t1.5"]}, r"test.tsv, line 5: must be query id, document id, score", {}),
+    ({"qrels": [*QRELS, "q1\td1\t1\t"]}, r"test.tsv, line 5: must be query id, document id, score", {}),
+    ({"qrels": [*QRELS, 'q1\t"d1\t1']}, r"""test.tsv, line 5: judges document '"d1'""", {'"d1': 1}),  # no quotes here
+    ({"corpus": [*CORPUS, r'{"_id": "d4", "text": "\ud800"}']}, r"corpus.jsonl, line 4: holds half of a surrog", {}),
+    ({"corpus": [*CORPUS, r'{"_id": "\ud800", "text": "x"}']}, r"corpus.jsonl, line 4: holds half of a surrog", {}),
 ]
 
 
@@ -119,6 +124,22 @@ def test_missing_files_and_splits_are_named(tmp_path):
     for name in ("nowhere", str(tmp_path / "nowhere")):
         with pytest.raises(CollectionError, match=r"nowhere cannot be loaded .*: give a folder in BEIR's layout"):
             one(name)
+
+
+def test_judgements_are_lines_of_bytes(tmp_path):
+    """Windows line ends, a byte-order mark, no header, NUL, ids with blanks and U+2028: none breaks a line."""
+    folder = write(tmp_path / "toy", [line("d\u2028 1", "x"), line("d\0", "y")], [line("q 1", "?")], [])
+    (folder / "qrels" / "test.tsv").write_bytes("\ufeffq 1\td\u2028 1\t1\r\nq 1\td\0\t-1\r\n\r\n".encode())
+    collection = one(folder, strict=True)
+    assert collection.qrels == {"q 1": {"d\u2028 1": 1, "d\0": -1}}
+    (folder / "qrels" / "test.tsv").write_bytes(b"q 1\td\0\t2\nq 1\t\xff\t1\n")
+    (problem,) = one(folder).problems
+    assert "test.tsv, line 2: must be query id" in problem
+
+
+def test_negative_grades_are_not_relevant_and_gain_nothing():
+    scores = measure({"q": [("bad", 3.0), ("good", 2.0)]}, {"q": {"bad": -2, "good": 2}}, ["ndcg@10", "recall@10"])
+    assert scores == {"ndcg@10": {"q": pytest.approx(1 / math.log2(3))}, "recall@10": {"q": 1.0}}
 
 
 def test_numbers_as_ids_are_taken_as_the_judgements_write_them(tmp_path):

@@ -1,21 +1,25 @@
 """The evaluate command: tables, files, comparisons, resuming, and one message for what the user can mend."""
 
 import json
+import subprocess
 import sys
+import time
 
 import ir_measures
 import pytest
 import torch
 from sentence_transformers import SparseEncoder
+from transformers import AutoModelForMaskedLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from st_sparse_rescale.cli import app
-from st_sparse_rescale.evaluation.evaluate import Evaluation, evaluate
+from st_sparse_rescale.evaluation.evaluate import evaluate
 from st_sparse_rescale.evaluation.report import as_markdown, parse_limits
+from st_sparse_rescale.evaluation.results import Evaluation
 from st_sparse_rescale.evaluation.sparse_information_retrieval import SparseInformationRetrievalEvaluator
 from st_sparse_rescale.evaluation.tradeoff import trace_tradeoff
 from st_sparse_rescale.many_values import repeated
-from tests.tiny_models import TEXTS
+from tests.tiny_models import MAX_LENGTH, TEXTS
 
 CORPUS = {f"d{i}": text for i, text in enumerate(TEXTS)}
 QUERIES = {f"q{i}": " ".join(TEXTS[i].split()[2:7]) for i in range(8)}
@@ -105,8 +109,10 @@ def test_metrics_lengths_and_costs_equal_the_evaluators(models, data):
         assert system.query_active_dims == pytest.approx(expected["query_active_dims"], rel=1e-5)
         assert system.corpus_active_dims == pytest.approx(expected["corpus_active_dims"], rel=1e-5)
         assert system.flops == pytest.approx(expected["avg_flops"], rel=1e-5)
-    assert collection.corpus_max_length == expected["corpus_max_length"] == 12
-    assert collection.corpus_truncated == expected["corpus_truncated"] > 0
+    (lengths,) = collection.lengths
+    assert lengths.document.max_length == expected["corpus_max_length"] == 12
+    assert lengths.document.share == expected["corpus_truncated"] > 0
+    assert lengths.query.share == expected["query_truncated"]
     (traced, _) = trace_tradeoff(model, evaluator, limits)
     assert traced["ndcg@10"] == pytest.approx(collection.systems[0].metrics["ndcg@10"], abs=1e-9)
 
@@ -118,7 +124,7 @@ def test_a_killed_evaluation_goes_on_collection_by_collection(models, data, tmp_
     def dying(model, queries, corpus, *args, **kwargs):
         if len(encoded) == 1:
             raise KeyboardInterrupt
-        encoded.append(len(corpus))
+        encoded.append(corpus)
         return retrieve(model, queries, corpus, *args, **kwargs)
 
     output = tmp_path / "results.json"
@@ -136,7 +142,7 @@ def test_a_killed_evaluation_goes_on_collection_by_collection(models, data, tmp_
 
     refused = run(models / "two", "--data", *data, "--output", output)
     assert refused.exit_code == 2
-    assert "holds results of another evaluation (model was 'one', is 'two'; model_crc32 was" in refused.output
+    assert "holds results of another evaluation (models was {'one': " in refused.output
     refused = run(models / "one", "--data", *data, "--output", output, "--bm25")
     assert "bm25 was False, is True" in refused.output
     (tmp_path / "near" / "qrels" / "test.tsv").write_text("q1\td2\t1\n")
@@ -164,13 +170,117 @@ def test_two_models_are_compared_query_by_query(models, data, tmp_path):
     same_name = evaluate(models / "one", data[:1], compare_with=models / "one")
     assert [system.system[:2] for system in same_name.collections[0].systems] == ["A:", "B:"]
     assert {c.p_value for c in same_name.collections[0].comparisons} == {1.0}
+    assert [lengths.model[:2] for lengths in same_name.collections[0].lengths] == ["A:", "B:"]
+
+
+def test_several_models_are_each_compared_with_the_first(models, data, tmp_path):
+    output = tmp_path / "results.json"
+    result = run(
+        models / "one", "--data", data[0], "--metrics", "mrr@10", "--max-active-dims", 4, "none",
+        "--compare", models / "two", models / "one", "--output", output,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (collection,) = Evaluation.read(output).collections
+    pairs = [(comparison.a, comparison.b) for comparison in collection.comparisons]
+    assert pairs == [
+        ("A: one (4 dims)", "B: two (4 dims)"),
+        ("A: one", "B: two"),
+        ("A: one (4 dims)", "C: one (4 dims)"),
+        ("A: one", "C: one"),
+    ]
 
 
 def test_a_dense_model_is_fused_in(models, data, checkpoint):
     pytest.importorskip("faiss")
-    results = evaluate(models / "one", data[:1], hybrid_with=checkpoint("electra"))
+    results = evaluate(models / "one", data[:1], hybrid_with=checkpoint("electra"), max_active_dims=[4, None])
     names = [system.system for system in results.collections[0].systems]
-    assert names == ["one", "electra (dense)", "one + electra (dense)"]
+    assert names == ["one (4 dims)", "one", "electra (dense)", "one (4 dims) + electra (dense)"]
+
+
+def test_nothing_is_evaluated_before_all_data_is_found(models, data, tmp_path, monkeypatch):
+    def never(*args, **kwargs):
+        raise AssertionError("work that would be lost")
+
+    monkeypatch.setattr(sys.modules["st_sparse_rescale.evaluation.evaluate"], "retrieve", never)
+    for more, message in (
+        (str(tmp_path / "nowhere"), "nowhere cannot be loaded"),
+        (str(tmp_path / "near" / ".." / "near"), "Two collections are called 'near'"),
+        ("nanobeir:everything", "NanoBEIR holds no everything"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate(models / "one", [*data, more])
+
+
+def test_run_files_are_made_when_they_are_wanted_later(models, data, tmp_path):
+    output, runs = tmp_path / "results.json", tmp_path / "runs"
+    first = evaluate(models / "one", data, output=output)
+    again = evaluate(models / "one", data, output=output, run_dir=runs)
+    assert [c.systems for c in again.collections] == [c.systems for c in first.collections]
+    files = {file.name: file.stat().st_mtime_ns for file in runs.iterdir()}
+    assert files.keys() == {"near.one.trec", "far.one.trec"}
+    (runs / "far.one.trec").unlink()
+    evaluate(models / "one", data, output=output, run_dir=runs)
+    assert (runs / "near.one.trec").stat().st_mtime_ns == files["near.one.trec"]  # only what is missing
+    assert (runs / "far.one.trec").exists()
+
+
+def test_ids_that_no_run_file_can_hold_are_refused_before_the_work(models, data, tmp_path, monkeypatch):
+    (tmp_path / "near" / "corpus.jsonl").write_text('{"_id": "d 1", "text": "x"}\n{"_id": "d1", "text": "y"}')
+    monkeypatch.setattr(sys.modules["st_sparse_rescale.evaluation.evaluate"], "retrieve", None)
+    result = run(models / "one", "--data", data[0], "--run-dir", tmp_path / "runs")
+    assert result.exit_code == 2
+    assert "'d 1' cannot stand in a TREC run" in result.output
+
+
+def test_the_plot_shows_the_first_metric(models, data, tmp_path, monkeypatch):
+    drawn = []
+    report = sys.modules["st_sparse_rescale.evaluation.report"]
+    monkeypatch.setattr(report, "draw_tradeoff", lambda *arguments: drawn.append(arguments) or arguments[0])
+    monkeypatch.chdir(tmp_path)
+    result = run(models / "one", "--data", data[0], "--metrics", "MRR@10", "--max-active-dims", 4, "none", "--bm25")
+    assert result.exit_code == 0, result.output
+    ((file, curves, baselines, metric),) = drawn
+    assert (str(file), metric, list(baselines)) == ("tradeoff.png", "MRR@10", ["BM25"])
+    assert [limit for _, _, limit in curves["one"]] == [4, None]
+
+
+def test_random_weights_are_refused(checkpoint, data, tmp_path):
+    """An encoder loads with an untrained module on top, and so does a masked LM without its head. Both find nothing."""
+    encoder = AutoModelForMaskedLM.from_pretrained(checkpoint("bert")).base_model
+    for architecture, message in (("BertModel", "holds no sparse encoder"), ("BertForMaskedLM", "no trained MLM head")):
+        folder = tmp_path / architecture
+        encoder.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(checkpoint("bert")).save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text()) | {"architectures": [architecture]}
+        (folder / "config.json").write_text(json.dumps(config))
+        result = run(folder, "--data", data[0])
+        assert result.exit_code == 2, result.output
+        assert message in result.output
+
+
+def test_lengths_that_a_model_cannot_read_are_refused(models, data):
+    result = run(models / "one", "--data", data[0], "--max-length", MAX_LENGTH + 1)
+    assert result.exit_code == 2
+    assert f"one cannot read {MAX_LENGTH + 1} tokens (" in result.output
+
+
+@pytest.mark.slow
+def test_an_evaluation_killed_by_the_system_goes_on(models, data, tmp_path):
+    """kill -9 at the first result; the same command then does the rest, and the table is that of an untroubled run."""
+    output = tmp_path / "results.json"
+    arguments = [models / "one", "--data", *data, "--output", output]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "st_sparse_rescale.cli", "evaluate", *arguments],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    while not output.exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert Evaluation.read(output).collections[0].name == "near"
+    assert run(*arguments).exit_code == 0
+    resumed, whole = Evaluation.read(output), evaluate(models / "one", data)
+    assert [c.systems for c in resumed.collections] == [c.systems for c in whole.collections]
 
 
 def test_queries_that_are_documents_can_be_left_out(models, data):
@@ -186,6 +296,8 @@ def test_queries_that_are_documents_can_be_left_out(models, data):
         (["--metrics", "bleu@4"], "There is no metric 'bleu@4'"),
         (["--max-active-dims", "0"], "positive whole number or none, got '0'"),
         (["--max-active-dims", "few"], "got 'few'"),
+        (["--permutations", "0"], "--permutations"),
+        (["--max-length", "-3"], "--max-length"),
         (["--strict"], "far/qrels/test.tsv, line 11: judges query 'q9'"),
         (["--split", "dev"], "holds no dev.tsv"),
     ],

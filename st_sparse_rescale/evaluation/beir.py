@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,12 +122,13 @@ def _rows(file: Path, problems: Problems) -> Iterator[tuple[str, dict[str, objec
 
 
 def _judgements(file: Path, problems: Problems) -> Iterator[tuple[str, str, str, int]]:
-    with open(file, encoding="utf-8-sig", newline="") as lines:
-        for number, row in enumerate(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE), start=1):
-            if not row or (number == 1 and row[-1] == "score"):
-                continue
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
             place = f"{file}, line {number}"
             try:
+                row = line.decode("utf-8-sig").rstrip("\r\n").split("\t")
+                if row == [""] or (number == 1 and row[-1] == "score"):
+                    continue
                 query, document, grade = row
                 yield place, query, document, whole_number(grade)
             except ValueError:

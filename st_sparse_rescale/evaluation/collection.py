@@ -78,6 +78,8 @@ def read_texts(rows: Iterable[tuple[str, Mapping[str, Any]]], problems: Problems
         id = str(id) if isinstance(id, int) and not isinstance(id, bool) else id  # as the judgements name it
         if not isinstance(id, str) or not id or not isinstance(text, str):
             problems.report(place, f"needs the texts _id and text, it has {_shown(row)}", "skipped")
+        elif not _is_unicode(f"{id}{row.get('title')}{text}"):
+            problems.report(place, "holds half of a surrogate pair, which is no character", "skipped")
         elif id in texts:
             problems.report(place, f"the id {id!r} stands twice", "the first text is kept")
         else:
@@ -150,6 +152,14 @@ def whole_number(grade: Any) -> int:
     if not number.is_integer():
         raise ValueError(f"{grade!r} is not a whole number.")
     return int(number)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can express what UTF-8 and tokenizers cannot
+        return False
+    return True
 
 
 def _shown(row: Mapping[str, Any]) -> str:

@@ -155,6 +155,8 @@ def _checked(matrix: sparse.csr_matrix) -> sparse.csr_matrix:
             f"{int(np.searchsorted(matrix.indptr, place, side='right')) - 1}: check the model for NaN, or end it with "
             "an activation such as ReLU."
         )
+    if matrix.nnz > np.iinfo(np.int32).max:
+        raise ValueError(f"{matrix.nnz:,} weights are more than 32-bit indices can count: take fewer rows at once.")
     matrix.indptr = matrix.indptr.astype(np.int32, copy=False)
     matrix.indices = matrix.indices.astype(np.int32, copy=False)
     return matrix

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from st_sparse_rescale.evaluation.evaluate import CollectionResult, ComparisonResult, Evaluation, SystemResult
+from st_sparse_rescale.evaluation.results import (
+    CollectionResult,
+    ComparisonResult,
+    Evaluation,
+    ModelLengths,
+    SystemResult,
+)
 
 _SPELLED = {"ndcg": "nDCG", "mrr": "MRR", "map": "MAP", "recall": "Recall", "precision": "P", "accuracy": "Acc"}
-
-
 SHOWN_PROBLEMS = 10
 
 
-def show(results: Evaluation, console: Console, plot_dir: Path | None = None) -> None:
+def show(results: Evaluation, console: Console, plot_dir: Path) -> None:
     """Print the tables and what is wrong with the data, and draw the trade-off if limits were traced.
 
     Args:
@@ -35,7 +37,7 @@ def show(results: Evaluation, console: Console, plot_dir: Path | None = None) ->
             console.print(problem, style="yellow", markup=False, highlight=False, soft_wrap=True)
         if (more := len(collection.problems) - SHOWN_PROBLEMS) > 0:
             console.print(f"... and {more:,} more problems with {collection.name}.", style="yellow", highlight=False)
-    if plot_dir is not None and len(results.settings["max_active_dims"]) > 1:
+    if len(results.settings["max_active_dims"]) > 1:
         console.print(f"The trade-off: {plot_tradeoff(results, plot_dir / 'tradeoff.png')}", highlight=False)
 
 
@@ -67,8 +69,9 @@ def results_table(results: Evaluation) -> Table:
 
 def collections_table(results: Evaluation) -> Table:
     """What the evaluation should not hide: lengths, truncation, self-exclusion, time and memory."""
-    header = ["collection", "documents", "queries", "max. length", "truncated", "self excluded", "seconds", "peak MiB"]
-    return _rich("Collections", header, [[_facts(c) for c in results.collections]])
+    header = ["collection", "documents", "queries", "self excluded", "seconds", "peak MiB"]
+    header += ["system", "max. length", "truncated"]
+    return _rich("Collections", header, [[_facts(c, of) for of in c.lengths] for c in results.collections])
 
 
 def comparisons_table(results: Evaluation) -> Table | None:
@@ -89,23 +92,23 @@ def as_markdown(results: Evaluation) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
-def plot_tradeoff(results: Evaluation, file: str | Path, metric: str = "ndcg@10") -> Path:
+def plot_tradeoff(results: Evaluation, file: str | Path, metric: str | None = None) -> Path:
     """Draw effectiveness against FLOPS, a line for each model, from the mean over the collections.
 
     Args:
         results: Of an evaluation at several limits of active dimensions.
         file: Where the image goes; its suffix says the format.
-        metric: What is drawn.
+        metric: What is drawn; by default the first that was measured.
 
     Returns:
         The file.
     """
     curves: dict[str, list[tuple[float, float, int | None]]] = {}
     baselines: dict[str, float] = {}
-    for row in results.means():
-        value = row.metrics.get(metric)
-        if value is None:
-            continue
+    means = results.means()
+    metric = metric or next(iter(means[0].metrics))
+    for row in means:
+        value = row.metrics[metric]
         if row.flops is None:
             baselines[row.system] = value
         else:
@@ -180,15 +183,11 @@ def _row(collection: str, system: SystemResult, metrics: Sequence[str]) -> list[
     ]
 
 
-def _facts(c: CollectionResult) -> list[str]:
-    def both(query: object, corpus: object, form: Callable[[object], str] = str) -> str:
-        return f"{form(query)} / {form(corpus)}"
-
-    lengths = both(c.query_max_length or "none", c.corpus_max_length or "none")
-    truncated = both(c.query_truncated, c.corpus_truncated, lambda share: f"{share:.1%}")
-    counts = [f"{c.documents:,}", f"{c.queries:,}"]
-    excluded = "yes" if c.self_excluded else "no"
-    return [c.name, *counts, lengths, truncated, excluded, f"{c.seconds:,.1f}", f"{c.peak_memory_mib:,.0f}"]
+def _facts(c: CollectionResult, of: ModelLengths) -> list[str]:
+    counts = [f"{c.documents:,}", f"{c.queries:,}", "yes" if c.self_excluded else "no"]
+    costs = [f"{c.seconds:,.1f}", f"{c.peak_memory_mib:,.0f}"]
+    lengths = " / ".join(str(side.max_length or "none") for side in (of.query, of.document))
+    return [c.name, *counts, *costs, of.model, lengths, f"{of.query.share:.1%} / {of.document.share:.1%}"]
 
 
 def _compared(c: ComparisonResult) -> list[str]:

@@ -57,7 +57,7 @@ def compare(
         Means, two-sided p value, wins and losses.
 
     Raises:
-        ValueError: The systems were scored on different queries, or on none.
+        ValueError: The systems were scored on different queries, or on none, or there are no patterns to draw.
 
     Example:
         ::
@@ -70,6 +70,8 @@ def compare(
             f"Both systems must be scored on the same queries, found {len(a)} and {len(b)} with "
             f"{len(a.keys() & b.keys())} in common."
         )
+    if permutations < 1:
+        raise ValueError(f"The test draws at least one pattern of signs, not {permutations}.")
     differences = np.array([a[query] - b[query] for query in a])
     observed, count = abs(differences.sum()), len(differences)
     exact = count <= EXACT_QUERIES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from st_sparse_rescale.evaluation.collection import (
     read_texts,
     whole_number,
 )
-from st_sparse_rescale.evaluation.metrics import DEFAULT_METRICS
 
 NANOBEIR = "sentence-transformers/NanoBEIR-en"
 BEIR = (
@@ -68,29 +68,47 @@ def load_collections(
             for collection in load_collections("nanobeir:scifact,nq"):
                 print(collection.name, len(collection.queries))
     """
-    text = str(source)
-    if Path(source).is_dir() and (Path(source) / "corpus.jsonl").exists():
-        yield load_beir_folder(source, splits=(split,) if split else ("test", "dev"), strict=strict)
-        return
+    for load in find_collections(source, split=split, strict=strict, data_dir=data_dir).values():
+        yield load()
+
+
+def find_collections(
+    source: str | Path, *, split: str | None = None, strict: bool = False, data_dir: str | Path | None = None
+) -> dict[str, Callable[[], Collection]]:
+    """Find what :func:`load_collections` would load, without loading it.
+
+    Returns:
+        By the name of each collection a function that loads it.
+
+    Raises:
+        CollectionError: There is nothing of that name.
+        ImportError: ir_datasets is needed and absent.
+    """
+    text, folder = str(source), Path(source)
+    if (folder / "corpus.jsonl").exists():
+        return {folder.resolve().name: partial(_folder, folder, split, strict)}
     family, _, names = text.partition(":")
     chosen = names.split(",") if names else None
     if family.lower() == "nanobeir":
-        for name in _known(chosen, list(DATASET_NAME_TO_HUMAN_READABLE), "NanoBEIR"):
-            yield _nanobeir(name, str(data_dir or NANOBEIR), strict)
-    elif family.lower() == "beir":
-        for name in _known(chosen, BEIR, "BEIR"):
-            if data_dir is not None:
-                yield load_beir_folder(Path(data_dir) / name, splits=(split or "test",), strict=strict)
-            else:
-                hub = f"BeIR/{name}"
-                yield _three_tables(name, hub, (f"{hub}-qrels", None), split or "test", strict)
-    elif text.lower() in IR_DATASETS:
+        known = _known(chosen, list(DATASET_NAME_TO_HUMAN_READABLE), "NanoBEIR")
+        splits = [f"Nano{DATASET_NAME_TO_HUMAN_READABLE[name]}" for name in known]
+        return {split: partial(_nanobeir, split, str(data_dir or NANOBEIR), strict) for split in splits}
+    if family.lower() == "beir":
+        known = _known(chosen, BEIR, "BEIR")
+        if data_dir is not None:
+            return {name: partial(_folder, Path(data_dir) / name, split, strict) for name in known}
+        return {name: partial(_beir, name, split or "test", strict) for name in known}
+    if text.lower() in IR_DATASETS:
         id, settings = IR_DATASETS[text.lower()]
-        yield _ir_dataset(text.lower(), id, strict, **settings)
-    elif family == "irds":
-        yield _ir_dataset(names.replace("/", "-"), names, strict)
-    else:
-        yield _hub_dataset(text, split, strict)
+        return {text.lower(): _ir_dataset(text.lower(), id, strict, **settings)}
+    if family == "irds":
+        name = names.replace("/", "-")
+        return {name: _ir_dataset(name, names, strict)}
+    return {folder.name: _hub_dataset(text, split, strict)}
+
+
+def _folder(folder: Path, split: str | None, strict: bool) -> Collection:
+    return load_beir_folder(folder, splits=(split,) if split else ("test", "dev"), strict=strict)
 
 
 def _known(chosen: list[str] | None, names: Any, family: str) -> list[str]:
@@ -101,8 +119,8 @@ def _known(chosen: list[str] | None, names: Any, family: str) -> list[str]:
     return chosen
 
 
-def _nanobeir(name: str, dataset: str, strict: bool) -> Collection:
-    split, problems = f"Nano{DATASET_NAME_TO_HUMAN_READABLE[name]}", Problems(strict)
+def _nanobeir(split: str, dataset: str, strict: bool) -> Collection:
+    problems = Problems(strict)
     corpus, queries = (
         # Texts without content are left out, as sentence-transformers' evaluator does.
         read_texts((row for row in _table(dataset, subset, split) if row[1].get("text") != ""), problems)
@@ -111,15 +129,19 @@ def _nanobeir(name: str, dataset: str, strict: bool) -> Collection:
     return judge(split, corpus, queries, _judged(_table(dataset, "qrels", split), problems), problems)
 
 
-def _hub_dataset(name: str, split: str | None, strict: bool) -> Collection:
+def _beir(name: str, split: str, strict: bool) -> Collection:
+    return _three_tables(name, f"BeIR/{name}", (f"BeIR/{name}-qrels", None), split, strict)
+
+
+def _hub_dataset(name: str, split: str | None, strict: bool) -> Callable[[], Collection]:
     from datasets import get_dataset_config_names
 
     subsets = _from_hub(name, lambda: get_dataset_config_names(name))
     short = Path(name).name
     if {"corpus", "queries"} <= set(subsets):
         judged = "qrels" if "qrels" in subsets else "default"
-        return _three_tables(short, name, (name, judged), split or "test", strict)
-    return _pairs(short, name, split, strict)
+        return partial(_three_tables, short, name, (name, judged), split or "test", strict)
+    return partial(_pairs, short, name, split, strict)
 
 
 def _three_tables(name: str, dataset: str, judged: tuple[str, str | None], split: str, strict: bool) -> Collection:
@@ -182,7 +204,7 @@ def _from_hub(name: str, load: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _ir_dataset(name: str, id: str, strict: bool, **settings: Any) -> Collection:
+def _ir_dataset(name: str, id: str, strict: bool, **settings: Any) -> Callable[[], Collection]:
     try:
         import ir_datasets
     except ImportError as error:
@@ -191,6 +213,10 @@ def _ir_dataset(name: str, id: str, strict: bool, **settings: Any) -> Collection
         dataset = ir_datasets.load(id)
     except KeyError as error:
         raise CollectionError(f"ir_datasets knows no dataset {id!r}.") from error
+    return partial(_ir_tables, name, id, dataset, strict, **settings)
+
+
+def _ir_tables(name: str, id: str, dataset: Any, strict: bool, **settings: Any) -> Collection:
     problems = Problems(strict)
     corpus = read_texts(_numbered(f"{id} documents", dataset.docs_iter(), _document), problems)
     queries = read_texts(_numbered(f"{id} queries", dataset.queries_iter(), _query), problems)
@@ -198,7 +224,7 @@ def _ir_dataset(name: str, id: str, strict: bool, **settings: Any) -> Collection
         (place, row["query"], row["document"], row["grade"])
         for place, row in _numbered(f"{id} judgements", dataset.qrels_iter(), _judgement)
     )
-    return judge(name, corpus, queries, judgements, problems, **{"metrics": DEFAULT_METRICS} | settings)
+    return judge(name, corpus, queries, judgements, problems, **settings)
 
 
 def _numbered(place: str, items: Any, as_row: Callable[[Any], dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +19,15 @@ def write_run(file: str | Path, run: Run, tag: str) -> Path:
     number below.
 
     Args:
-        file: Written whole or not at all.
+        file: Written whole or not at all; its folder is made if absent.
         run: The rankings.
-        tag: Name of the system, without blanks.
+        tag: Name of the system, without white space.
 
     Returns:
         The file.
 
     Raises:
-        ValueError: An id or the tag holds white space, which the format cannot express.
+        ValueError: An id or the tag is empty or holds white space.
 
     Example:
         ::
@@ -34,13 +35,15 @@ def write_run(file: str | Path, run: Run, tag: str) -> Path:
             write_run("scifact.trec", {"q1": [("d7", 14.2), ("d2", 11.9)]}, tag="splade")
     """
     file = Path(file)
-    tag = _word(tag)
+    require_words([tag, *run])
     lines = []
     for query, hits in run.items():
+        require_words(document for document, _ in hits)
         last = np.float32(np.inf)
         for rank, (document, score) in enumerate(hits, start=1):
             last = min(np.float32(score), np.nextafter(last, np.float32(-np.inf)))
-            lines.append(f"{_word(query)} Q0 {_word(document)} {rank} {float(last)!r} {tag}\n")
+            lines.append(f"{query} Q0 {document} {rank} {float(last)!r} {tag}\n")
+    file.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(file) as partial:
         partial.write_text("".join(lines), encoding="utf-8")
     return file
@@ -65,7 +68,12 @@ def read_run(file: str | Path) -> dict[str, list[tuple[str, float]]]:
     return run
 
 
-def _word(text: str) -> str:
-    if not text or text.split() != [text]:
-        raise ValueError(f"{text!r} cannot stand in a TREC run: it is empty or holds white space.")
-    return text
+def require_words(texts: Iterable[str]) -> None:
+    """Check that texts can stand in a run.
+
+    Raises:
+        ValueError: One is empty or holds white space, which the format cannot express.
+    """
+    for text in texts:
+        if text.split() != [text]:
+            raise ValueError(f"{text!r} cannot stand in a TREC run: it is empty or holds white space.")
