@@ -6,12 +6,15 @@ import copy
 import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.sparse_encoder import modules as stock
@@ -21,6 +24,7 @@ from sentence_transformers.sparse_encoder.losses import (
     SpladeLoss,
 )
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from st_sparse_rescale import RescaledMLMTransformer, SpladePooling, fuse, unfuse
 from st_sparse_rescale.modules.hand_over import DECODER_INPUT
@@ -113,6 +117,35 @@ def test_gradient_checkpointing_changes_nothing(checkpoint: Any) -> None:
         torch.testing.assert_close(found[1][name], gradient)
 
 
+def squares(model: nn.Module, features: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(features)["sentence_embedding"].square().sum(dim=1).mean()
+
+
+def half_of_a_step(rank: int, path: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    model = our_model(Path(path)).eval()
+    assert model[0].hands_over
+    parallel = DistributedDataParallel(model)
+    for _ in range(2):  # the second step too: the reducer is built anew after the first
+        parallel.zero_grad()
+        squares(parallel, model.preprocess(MIXED[4 * rank : 4 * rank + 4])).backward()
+    torch.save({name: parameter.grad for name, parameter in model.named_parameters()}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_gradients_of_one(checkpoint: Any, tmp_path: Path) -> None:
+    mp.spawn(half_of_a_step, (str(checkpoint("bert")), str(tmp_path)), nprocs=2)
+    model = stock_model(checkpoint("bert")).eval()
+    model[1].train()  # stock pooling gives no gradient otherwise
+    squares(model, model.preprocess(MIXED[:8])).backward()
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_a_tied_matrix_gets_gradient_from_both_ends(checkpoint: Any) -> None:
     model = our_model(checkpoint("bert"))
     matrix = model[0].model.get_input_embeddings().weight
@@ -175,8 +208,12 @@ def test_a_transformer_shared_with_a_stock_pooling_gives_logits(checkpoint: Any)
 def test_a_module_put_in_between_fails_rather_than_going_wrong(checkpoint: Any) -> None:
     model = our_model(checkpoint("bert"))
     model[1] = stock.SpladePooling()
-    with pytest.raises(KeyError, match="token_embeddings"):
+    with pytest.raises(
+        KeyError, match=r"token_embeddings \(the logits\) never exist .* call .*model\[0\]\.on_model_ready"
+    ):
         dense(model, MIXED)
+    model[0].on_model_ready(model)
+    torch.testing.assert_close(dense(model, MIXED), dense(stock_model(checkpoint("bert")), MIXED))
 
 
 @pytest.mark.parametrize("masked", [False, True])

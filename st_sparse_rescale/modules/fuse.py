@@ -59,7 +59,7 @@ def fuse(model: Model) -> Model:
         if type(pooling) is stock.SpladePooling:
             pooling.__class__ = SpladePooling
             ours = cast(SpladePooling, pooling)
-            ours.mask_special_tokens, ours.mask = False, None
+            ours.mask_special_tokens, ours.mask, ours.tile = False, None, None
     tokens = special_tokens(model)
     for sequence in [m for m in model.modules() if isinstance(m, nn.Sequential)]:
         _take_in_masks(sequence, tokens)

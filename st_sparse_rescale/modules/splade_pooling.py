@@ -38,9 +38,11 @@ class SpladePooling(SavedAsStock, stock.SpladePooling):
         embedding_dimension: Width of the vectors, the vocabulary size; None takes it from the model.
         chunk_size: Number of positions pooled at a time, against memory; None pools all at once. Not saved.
         mask_special_tokens: Whether the tokenizer's own special tokens are left out of the pooling.
+        tile: Number of terms that the fused head scores at a time, see `splade_head`; None chooses. Not saved.
 
     Raises:
-        ValueError: If ``pooling_strategy`` or ``activation_function`` is unknown.
+        ValueError: If ``pooling_strategy`` or ``activation_function`` is unknown, or ``mask_special_tokens`` is
+            neither True nor False.
 
     Example:
         >>> import torch
@@ -61,9 +63,13 @@ class SpladePooling(SavedAsStock, stock.SpladePooling):
         chunk_size: int | None = None,
         *,
         mask_special_tokens: bool = False,
+        tile: int | None = None,
     ) -> None:
         super().__init__(pooling_strategy, activation_function, embedding_dimension, chunk_size)
+        if not isinstance(mask_special_tokens, bool):
+            raise ValueError(f"mask_special_tokens is {mask_special_tokens!r}, but must be True or False.")
         self.mask_special_tokens = mask_special_tokens
+        self.tile = tile
         self.mask = MultiVectorMask(skiplist_tasks=["query", "document"]) if mask_special_tokens else None
 
     def on_model_ready(self, model: BaseModel) -> None:
@@ -131,6 +137,7 @@ class SpladePooling(SavedAsStock, stock.SpladePooling):
             decoder_input.bias,
             activation=self.activation_function,
             pooling=self.pooling_strategy,
+            tile=self.tile,
         )
         self.embedding_dimension = len(decoder_input.weight)
         return features
