@@ -1,4 +1,8 @@
-"""How a sparse index lies on disk: a manifest and one safetensors file a shard, each written whole or not at all."""
+"""How shards lie on disk: a manifest beside one file a shard, each written whole or not at all.
+
+A sparse index has safetensors files of inverted lists; encoded documents, which have manifests of the same form, are
+Parquet files (see :mod:`st_sparse_rescale.serving.shards`).
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,27 @@ from scipy import sparse
 from st_sparse_rescale.evaluation.checksum import file_crc32
 from st_sparse_rescale.whole import written_whole
 
-FORMAT = "st-sparse-rescale/sparse-index"
 VERSION = 1
 MANIFEST = "manifest.json"
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What a folder of shards holds."""
+
+    format: str
+    """Says so in the manifest."""
+    name: str
+    """Says so in messages, with its article."""
+    again: str
+    """How it is made anew."""
+
+
+INDEX = Kind("st-sparse-rescale/sparse-index", "a sparse index", "build the index again")
+
+
 class IndexFileError(ValueError):
-    """A folder that is no sparse index, or a damaged or unfinished one; the message names the file and the mend."""
+    """A folder without the shards it should hold, or with damaged or unfinished ones; names the file and the mend."""
 
 
 class Ids(Sequence[str]):
@@ -104,7 +122,7 @@ class ShardRecord:
 
 @dataclass
 class Manifest:
-    """The table of contents of an index."""
+    """The table of contents of a folder of shards."""
 
     dimension: int | None = None
     """Size of the vocabulary; unknown before the first shard."""
@@ -114,8 +132,8 @@ class Manifest:
     shards: list[ShardRecord] = field(default_factory=list)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of an index.
+def read_manifest(folder: Path, kind: Kind = INDEX) -> Manifest:
+    """Read the manifest of a folder of shards.
 
     Raises:
         IndexFileError: There is none, or it is damaged, foreign or of a newer version.
@@ -124,28 +142,57 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise IndexFileError(f"{folder} is not a sparse index: it holds no {MANIFEST}.") from error
+        raise IndexFileError(f"{folder} is not {kind.name}: it holds no {MANIFEST}.") from error
     except (ValueError, OSError) as error:
-        raise IndexFileError(f"{file} cannot be read ({error}): build the index again.") from error
-    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise IndexFileError(f"{file} belongs to something else: a sparse index says format {FORMAT!r}.")
+        raise IndexFileError(f"{file} cannot be read ({error}): {kind.again}.") from error
+    if not isinstance(content, dict) or content.pop("format", None) != kind.format:
+        raise IndexFileError(f"{file} belongs to something else: {kind.name} says format {kind.format!r}.")
     version = content.pop("version", None)
     if version != VERSION:
         raise IndexFileError(
             f"{file} has version {version}, this package reads version {VERSION}: "
-            "install the version of st-sparse-rescale that wrote it, or build the index again."
+            f"install the version of st-sparse-rescale that wrote it, or {kind.again}."
         )
     try:
         return Manifest(**content | {"shards": [ShardRecord(**record) for record in content["shards"]]})
     except (TypeError, KeyError) as error:
-        raise IndexFileError(f"{file} is damaged ({error}): build the index again.") from error
+        raise IndexFileError(f"{file} is damaged ({error}): {kind.again}.") from error
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: Manifest, kind: Kind = INDEX) -> None:
     """Replace the manifest in one step."""
-    content = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    content = {"format": kind.format, "version": VERSION, **asdict(manifest)}
     with written_whole(folder / MANIFEST) as partial:
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def begin_or_resume(folder: Path, settings: dict[str, Any], kind: Kind = INDEX) -> Manifest:
+    """Take up the making of shards where it was left, or begin it.
+
+    Args:
+        folder: Where the shards lie; made if absent.
+        settings: What they are made with, as JSON holds it.
+        kind: What the folder is to hold.
+
+    Raises:
+        IndexFileError: The folder holds something else, or shards made with other settings.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if all(file.suffix == ".partial" for file in folder.iterdir()):  # new, or killed before anything was written
+        write_manifest(folder, Manifest(built_with=settings), kind)
+    manifest = read_manifest(folder, kind)
+    if not manifest.shards:  # nothing was done yet that other settings could be mixed with
+        manifest.built_with = settings
+        write_manifest(folder, manifest, kind)
+    known = manifest.built_with
+    differing = [
+        f"{name} was {known.get(name)!r}, is {new!r}" for name, new in settings.items() if known.get(name) != new
+    ]
+    if differing:
+        raise IndexFileError(
+            f"{folder} holds {kind.name} made otherwise ({'; '.join(differing)}): delete the folder or choose another."
+        )
+    return manifest
 
 
 def write_shard(folder: Path, number: int, shard: Shard, texts_crc32: int | None = None) -> ShardRecord:
@@ -160,7 +207,7 @@ def write_shard(folder: Path, number: int, shard: Shard, texts_crc32: int | None
     file = folder / f"shard-{number:05d}.safetensors"
     as_torch = {name: torch.tensor(array) for name, array in tensors.items()}
     with written_whole(file) as partial:
-        save_file(as_torch, partial, metadata={"format": FORMAT})
+        save_file(as_torch, partial, metadata={"format": INDEX.format})
     return ShardRecord(file.name, len(shard.ids), file_crc32(file), texts_crc32)
 
 
@@ -177,7 +224,7 @@ def read_shard(folder: Path, record: ShardRecord, dimension: int, verify: bool) 
         IndexFileError: The file is missing or damaged.
     """
     file = folder / record.file
-    mend = "build the index again, or restore the file"
+    mend = f"{INDEX.again}, or restore the file"
     try:
         if verify and file_crc32(file) != record.crc32:
             raise IndexFileError(f"{file} is damaged (its checksum differs from the manifest's): {mend}.")

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scipy.sparse import csr_matrix, vstack
+
 from st_sparse_rescale.evaluation.csr import Embeddings, as_csr, csr_chunks, shape_of
 from st_sparse_rescale.evaluation.index_build import build_shards
 from st_sparse_rescale.evaluation.index_files import (
@@ -72,6 +74,45 @@ class SparseIndex:
         """
         index = cls()
         index.add(embeddings, ids, shard_size=shard_size)
+        return index
+
+    @classmethod
+    def from_batches(
+        cls, batches: Iterable[tuple[Embeddings, Sequence[str]]], *, shard_size: int = CHUNK_SIZE
+    ) -> SparseIndex:
+        """Index embeddings that come one batch after another, in memory.
+
+        Args:
+            batches: Embeddings and their ids, as for :meth:`from_embeddings`.
+            shard_size: Documents a shard, at least.
+
+        Returns:
+            The index.
+
+        Raises:
+            ValueError: As for :meth:`from_embeddings`, or the batches differ in their vocabulary.
+            TypeError: An id is not a text.
+
+        Example:
+            ::
+
+                index = SparseIndex.from_batches((batch.vectors, batch.ids) for batch in Shards("encoded"))
+        """
+        index = cls()
+        parts: list[csr_matrix] = []
+        ids: list[str] = []
+        for embeddings, names in batches:
+            part = as_csr(embeddings)
+            if part.shape[0] != len(names):
+                raise ValueError(f"There are {part.shape[0]} embeddings but {len(names)} ids.")
+            parts.append(part)
+            ids.extend(names)
+            if len(ids) >= shard_size:
+                index._append(parts, ids)
+                parts, ids = [], []
+        if ids:
+            index._append(parts, ids)
+        index._order()
         return index
 
     @classmethod
@@ -249,6 +290,11 @@ class SparseIndex:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self):,} documents, {self.dimension} dimensions)"
+
+    def _append(self, parts: list[csr_matrix], ids: Sequence[str]) -> None:
+        vectors = vstack(parts, format="csr")
+        self._shards.append(Shard(invert(vectors), Ids.of(ids)))
+        self.dimension = vectors.shape[1]
 
     def _order(self) -> IdOrder:
         if self._known_order is None:

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from datasets import Dataset, concatenate_datasets, load_dataset
+from datasets import Dataset, concatenate_datasets
 from sentence_transformers import SparseEncoder
 
-from st_sparse_rescale.jsonl import read_jsonl
+from st_sparse_rescale.rows import DataError, Row, read_rows
 
 logger = logging.getLogger(__name__)
 
-FILE_TYPES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 LABEL_NAMES = ("label", "labels", "score", "scores")
 NEGATIVE_NAME = re.compile(r"negatives?|negative_(\d+)")
 CHUNK_ROWS = 10_000
 
-Row = Mapping[str, Any]
 TeacherScores = Literal["none", "margins", "scores"]
-
-
-class DataError(ValueError):
-    """Training data that cannot be trained on; the message names the place, the reason and the mend."""
 
 
 def load_training_data(
@@ -72,7 +65,7 @@ def load_training_data(
         {'query': 'capital of France', 'positive': 'Paris', 'negative_1': 'Bonn', 'negative_2': 'Rome'}
     """
     name = "dataset" if isinstance(source, Dataset) else str(source)
-    examples = _examples(_rows(source), dict(columns or {}), num_negatives, teacher_scores, teacher_scale)
+    examples = _examples(read_rows(source), dict(columns or {}), num_negatives, teacher_scores, teacher_scale)
     chunks = []
     try:
         while chunk := list(islice(examples, CHUNK_ROWS)):
@@ -84,63 +77,6 @@ def load_training_data(
     if not chunks:
         raise DataError(f"{name}: there are no rows; training needs at least one.")
     return concatenate_datasets(chunks)
-
-
-def _rows(source: str | Path | Dataset) -> Iterator[tuple[str, Row]]:
-    """Yield each row and its place, as the reader of an error message would look it up."""
-    if isinstance(source, Dataset):
-        yield from _numbered(source)
-        return
-    path = Path(source)
-    kind = path.suffix.lower()
-    if kind not in FILE_TYPES:
-        if path.exists():
-            raise DataError(f"the file must be one of {', '.join(FILE_TYPES)}.")
-        yield from _numbered(_from_hub(str(source)))
-    elif kind in (".jsonl", ".json"):
-        for number, row in read_jsonl(path):
-            yield f"line {number}", row
-    elif kind == ".parquet":
-        yield from _numbered(_parquet_rows(path))
-    else:
-        with open(path, encoding="utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(lines, delimiter="\t" if kind == ".tsv" else ",", strict=True)
-            try:
-                for row in reader:
-                    if None in row:
-                        raise DataError(f"line {reader.line_num} has more fields than the header; quote its texts.")
-                    yield f"line {reader.line_num}", row
-            except csv.Error as error:
-                raise DataError(f"line {reader.line_num}: {error}") from error
-
-
-def _numbered(rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
-    for number, row in enumerate(rows, start=1):
-        yield f"row {number}", row
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
-        raise DataError(f"not a readable Parquet file ({error})") from error
-
-
-def _from_hub(name: str) -> Dataset:
-    repository, _, rest = name.partition(":")
-    config, _, split = rest.partition(":")
-    try:
-        return load_dataset(repository, config or None, split=split or "train")
-    except Exception as error:  # the hub client raises many kinds; each means that there is no data
-        raise DataError(
-            f"neither an existing file ({', '.join(FILE_TYPES)}) nor a dataset that the hub can deliver, written "
-            f"owner/name[:config[:split]] ({error})."
-        ) from error
 
 
 def _examples(

@@ -1,0 +1,110 @@
+"""Encode the shards of a corpus by Ray Data, on one machine or on a cluster."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sentence_transformers import SparseEncoder
+
+from st_sparse_rescale.evaluation.index_files import ShardRecord
+
+if TYPE_CHECKING:
+    from st_sparse_rescale.serving.encode import EncodingJob
+
+
+def ray_records(
+    model: SparseEncoder,
+    job: EncodingJob,
+    folder: Path,
+    numbers: Sequence[int],
+    workers: int | None,
+    on_encoded: Callable[[int], Any],
+) -> Iterator[ShardRecord]:
+    """Encode shards on a pool of Ray actors.
+
+    The model is sent to each actor once; besides it only numbers and records travel: actors read the corpus and write
+    the shards themselves.
+
+    Args:
+        model: The encoder.
+        job: What there is to encode.
+        folder: Folder for the files.
+        numbers: Numbers of the shards, ascending.
+        workers: Actors; by default one a GPU, or one a CPU where there is no GPU.
+        on_encoded: Told how many further texts are done.
+
+    Yields:
+        The record of each shard, as it is done.
+
+    Raises:
+        ImportError: Ray is absent.
+    """
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise ImportError('Encoding on Ray needs Ray: pip install "st-sparse-rescale[ray]"') from error
+    began = not ray.is_initialized()
+    if began:
+        ray.init()
+    try:
+        resources = ray.cluster_resources()
+        gpus = int(resources.get("GPU", 0))
+        # A block a shard: that is the unit of the work.
+        shards = ray.data.from_items([{"shard": number} for number in numbers], override_num_blocks=len(numbers))
+        with _workshop(folder) as workshop:
+            records = shards.map_batches(
+                _ShardActor,
+                fn_constructor_kwargs={"model": ray.put(model.cpu()), "job": job, "folder": workshop.resolve()},
+                batch_size=1,
+                concurrency=min(workers or gpus or int(resources["CPU"]), len(numbers)),
+                num_cpus=1,
+                num_gpus=1 if gpus else 0,
+            )
+            for row in records.iter_rows():
+                record = ShardRecord(**row)
+                (workshop / record.file).replace(folder / record.file)
+                on_encoded(record.documents)
+                yield record
+    finally:
+        if began:
+            ray.shutdown()
+
+
+class _ShardActor:
+    """Encodes the shards whose numbers it is given."""
+
+    def __init__(self, model: Any, job: EncodingJob, folder: Path) -> None:
+        import ray
+
+        loaded: SparseEncoder = ray.get(model)
+        self._encode = job.encoder(loaded.to("cuda" if torch.cuda.is_available() else "cpu"), folder)
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        records = [asdict(self._encode(int(number))) for number in batch["shard"]]
+        return {name: np.array([record[name] for record in records]) for name in records[0]}
+
+
+@contextmanager
+def _workshop(folder: Path) -> Iterator[Path]:
+    """A folder for the files of the actors.
+
+    A shard is moved out once its actor has reported it. An actor that outlives a killed command finds its folder gone,
+    instead of writing over the shards of the next.
+    """
+    for left in folder.glob("workshop-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    workshop = folder / f"workshop-{uuid.uuid4().hex}"
+    workshop.mkdir()
+    try:
+        yield workshop
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)

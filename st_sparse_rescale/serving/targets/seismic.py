@@ -1,0 +1,39 @@
+"""Seismic: JSON lines with the weights of terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from st_sparse_rescale.evaluation.csr import Embeddings
+from st_sparse_rescale.serving.targets.target import Target, json_line
+
+MAX_TERM = 30  # characters, beyond which the client cuts the terms of queries
+
+
+class SeismicTarget(Target):
+    """One file for ``SeismicIndex.build``, or for ``SeismicIndexLV.build`` beyond 65,535 terms."""
+
+    engine = "Seismic"
+    part_bytes = 1 << 62
+
+    def document(self, id: str, terms: np.ndarray, weights: np.ndarray) -> str | None:
+        """An object with ``id``, ``content`` and ``vector``; an empty vector has no place in the index."""
+        if not len(terms):
+            return None
+        return json_line({"id": id, "content": "", "vector": self.named(terms, weights)})
+
+    def query(self, vector: Embeddings, top_k: int = 10) -> dict[str, Any]:
+        """The arguments of the index's ``search``, but for those that trade exactness for speed."""
+        terms = self.named(*self._one(vector))
+        return {
+            "query_id": "0",
+            "query_components": np.array(list(terms), dtype=f"U{MAX_TERM}"),
+            "query_values": np.array(list(terms.values()), dtype=np.float32),
+            "k": top_k,
+        }
+
+    def usable(self, token: str) -> bool:
+        """No more characters than the client keeps."""
+        return 0 < len(token) <= MAX_TERM

@@ -1,0 +1,220 @@
+"""Real engines filled from exports of a real collection: their top 10 against our exact search.
+
+The collection is Cranfield with a trained model where they are at hand, else docstrings of numpy with a shipped
+backbone. Where an engine is not installed its test is skipped; Anserini, Elasticsearch, OpenSearch and Vespa need
+servers that no package index has, and are read by the strict readers of ``engine_schemas`` instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from st_sparse_rescale.demo import backbone_path
+from st_sparse_rescale.demo.corpus import as_pair, docstrings, python_sources
+from st_sparse_rescale.evaluation.beir import load_beir_folder
+from st_sparse_rescale.serving import TARGETS, encode_corpus, export, load_target, overlap
+from st_sparse_rescale.serving.targets.target import Target
+from tests import engine_schemas as schemas
+
+SHARED = Path(os.environ.get("ST_SPARSE_RESCALE_DATA", Path(__file__).parents[2] / "shared" / "data"))
+CRANFIELD, SPLADE_TINY = SHARED / "cranfield", SHARED.parent / "models" / "splade-tiny"
+DOCUMENTS, QUERIES, TOP_K = 600, 40, 10
+
+
+def cranfield():
+    collection = load_beir_folder(CRANFIELD)
+    return (*(dict(islice(t.items(), n)) for t, n in ((collection.corpus, DOCUMENTS), (collection.queries, QUERIES))),)
+
+
+def numpy_docstrings():
+    pairs = (
+        pair
+        for module, file in python_sources("numpy")
+        for id, text in docstrings(module, file.read_text(encoding="utf-8"))
+        if (pair := as_pair(id, text)) is not None
+    )
+    some = list(islice(pairs, DOCUMENTS))
+    return {pair.id: pair.document for pair in some}, {pair.id: pair.query for pair in some[::15]}
+
+
+@pytest.fixture(scope="module")
+def collection(tmp_path_factory):
+    """Encoded documents and queries, and what exact search finds."""
+    folder = tmp_path_factory.mktemp("collection")
+    if CRANFIELD.exists() and SPLADE_TINY.exists():
+        (documents, queries), model, terms = cranfield(), SPLADE_TINY, None
+    else:
+        (documents, queries), model, terms = numpy_docstrings(), backbone_path("bert-mini"), 100
+    settings = {"max_length": 128, "max_active_dims": terms, "show_progress_bar": False}
+    encoded = encode_corpus(model, documents, folder / "documents", shard_size=250, **settings)
+    asked = encode_corpus(model, queries, folder / "queries", task="query", **settings)
+    vectors = next(iter(asked)).vectors
+    return encoded, asked, vectors, encoded.index().search(vectors, TOP_K)
+
+
+@pytest.fixture
+def exported(collection, tmp_path):
+    """Export the documents to an engine: the report, the folder and the target."""
+    documents, queries, _, _ = collection
+
+    def run(to: str, **settings):
+        report = export(documents, to, tmp_path / to, queries=queries, show_progress_bar=False, **settings)
+        return report, tmp_path / to, load_target(tmp_path / to)
+
+    return run
+
+
+def rows(folder, report):
+    for file in report.files:
+        with open(folder / file, encoding="utf-8") as lines:
+            yield from map(json.loads, lines)
+
+
+def assert_same(found, collection):
+    """The same scores at every rank, and the same documents but for ties."""
+    exact = collection[3]
+    assert all(len(hits) == TOP_K for hits in exact)
+    for hits, best in zip(found, exact, strict=True):
+        assert np.allclose([score for _, score in hits], [score for _, score in best], rtol=1e-4)
+    assert overlap(found, exact) > 0.995
+
+
+def test_qdrant(collection, exported):
+    qdrant = pytest.importorskip("qdrant_client", reason="needs Qdrant's client: pip install qdrant-client")
+    report, folder, target = exported("qdrant")
+    client = qdrant.QdrantClient(":memory:")
+    settings = json.loads((folder / "collection.json").read_text())
+    sparse = {name: qdrant.models.SparseVectorParams(**given) for name, given in settings["sparse_vectors"].items()}
+    client.create_collection("documents", vectors_config=settings["vectors"], sparse_vectors_config=sparse)
+    points = [qdrant.models.PointStruct(**row) for row in rows(folder, report)]
+    client.upload_points("documents", points)
+    assert client.count("documents").count == report.documents == len(collection[0])
+    found = []
+    for vector in collection[2]:
+        asked = target.query(vector, TOP_K)
+        asked["query"] = qdrant.models.SparseVector(**asked["query"])
+        hits = client.query_points("documents", **asked).points
+        found.append([(hit.payload["id"], hit.score) for hit in hits])
+    assert_same(found, collection)
+
+
+@pytest.mark.slow
+def test_milvus(collection, exported, tmp_path):
+    pytest.importorskip("milvus_lite", reason="needs Milvus Lite: pip install pymilvus milvus-lite")
+    pymilvus = pytest.importorskip("pymilvus", reason="needs Milvus' client: pip install pymilvus milvus-lite")
+    report, folder, target = exported("milvus")
+    client = pymilvus.MilvusClient(str(tmp_path / "milvus.db"))
+    body = json.loads((folder / "collection.json").read_text())
+    schema = client.create_schema(auto_id=body["schema"]["autoId"], enable_dynamic_field=False)
+    for field in body["schema"]["fields"]:
+        kind = {"VarChar": "VARCHAR", "SparseFloatVector": "SPARSE_FLOAT_VECTOR"}[field["dataType"]]
+        limits = {name: int(limit) for name, limit in field.get("elementTypeParams", {}).items()}
+        primary = field.get("isPrimary", False)
+        schema.add_field(field["fieldName"], getattr(pymilvus.DataType, kind), is_primary=primary, **limits)
+    index = client.prepare_index_params()
+    for wanted in body["indexParams"]:
+        kind = wanted["params"]["index_type"]
+        index.add_index(wanted["fieldName"], index_type=kind, metric_type=wanted["metricType"])
+    client.create_collection("documents", schema=schema, index_params=index)
+    inserted = [
+        row | {"vector": {int(term): weight for term, weight in row["vector"].items()}} for row in rows(folder, report)
+    ]
+    client.insert("documents", inserted)
+    found = []
+    for vector in collection[2]:
+        (hits,) = client.search(**target.query(vector, TOP_K))
+        found.append([(hit["id"], hit["distance"]) for hit in hits])
+    client.close()
+    assert_same(found, collection)
+
+
+def test_seismic(collection, exported):
+    seismic = pytest.importorskip("seismic", reason="needs Seismic: pip install pyseismic-lsr")
+    report, folder, target = exported("seismic")
+    (file,) = report.files
+    index = seismic.SeismicIndex.build(str(folder / file))
+    assert index.len == report.documents
+    found = []
+    for vector in collection[2]:
+        asked = target.query(vector, TOP_K)
+        # All terms of the query and no early end: as exact as Seismic gets.
+        hits = index.search(**asked, query_cut=len(asked["query_components"]), heap_factor=0.0, n_knn=0, sorted=True)
+        found.append([(id, score) for _, score, id in hits])
+    assert overlap(found, collection[3]) > 0.95
+    best = [row[0] for row in collection[3]]
+    assert np.allclose([hits[0][1] for hits in found], [score for _, score in best], rtol=0.02)
+
+
+@pytest.mark.slow
+def test_pgvector(collection, exported, postgres):
+    report, folder, target = exported("pgvector")
+
+    def psql(*commands: str) -> str:
+        arguments = [part for command in commands for part in ("-c", command)]
+        run = subprocess.run([*postgres, "-v", "ON_ERROR_STOP=1", "-At", *arguments], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    psql((folder / "schema.sql").read_text(), *(f"\\copy documents from '{folder / file}'" for file in report.files))
+    assert psql("SELECT count(*) FROM documents").strip() == str(report.documents)
+    found = []
+    for vector in collection[2]:
+        lines = psql(target.query(vector, TOP_K)).splitlines()
+        found.append([(id, float(score)) for id, score in (line.rsplit("|", 1) for line in lines)])
+    assert_same(found, collection)
+    assert found[0][0][1] == pytest.approx(float(psql(target.query(collection[2][0], 1)).rsplit("|", 1)[1]))
+
+
+@pytest.mark.parametrize("to", ["anserini", "elasticsearch", "elasticsearch-rank-features", "opensearch", "vespa"])
+def test_engines_without_a_server_here_would_read_what_is_written(collection, exported, to):
+    report, folder, target = exported(to)
+    body = b"".join((folder / file).read_bytes() for file in report.files)
+    if to == "anserini":
+        found = schemas.read_anserini(body)
+    elif to == "vespa":
+        found, integers = schemas.read_vespa(body, (folder / "documents.sd").read_text())
+        assert max(max(row.values()) for row in integers.values()) == 255
+    else:
+        found = schemas.read_bulk(body, (folder / "index.json").read_text())
+    assert len(found) == report.documents == len(collection[0])
+    # The engine's own sum over the terms that document and query share.
+    scored = []
+    for vector in collection[2]:
+        asked = query_weights(target, vector)
+        scores = {id: sum(row[t] * w for t, w in asked.items() if t in row) for id, row in found.items()}
+        scored.append(sorted(((id, score) for id, score in scores.items() if score), key=lambda hit: (-hit[1], hit[0])))
+    if to == "anserini":
+        assert overlap(scored, collection[3]) == pytest.approx(report.overlap, abs=0.003)
+        assert report.overlap > 0.9
+    else:
+        assert overlap(scored, collection[3]) > 0.995
+        assert report.overlap > 0.97  # Lucene keeps nine bits
+
+
+def query_weights(target: Target, vector) -> dict[str, float]:
+    """Weights by term from the query's own form."""
+    asked = target.query(vector)
+    if target.engine == "Anserini":
+        return asked
+    if target.engine == "Vespa":
+        return asked["input.query(vector)"]
+    (kind, body), *_ = asked["query"].items()
+    if kind == "sparse_vector":
+        return body["query_vector"]
+    if kind == "neural_sparse":
+        return body["vector"]["query_tokens"]
+    clauses = [clause["rank_feature"] for clause in body["should"]]
+    return {clause["field"].removeprefix("vector."): clause["boost"] for clause in clauses}
+
+
+def test_every_target_is_tested_here():
+    live = {"qdrant", "milvus", "seismic", "pgvector"}
+    read = {"anserini", "elasticsearch", "elasticsearch-rank-features", "opensearch", "vespa"}
+    assert live | read == set(TARGETS)
