@@ -1,7 +1,7 @@
 """Evaluate BM25, the shipped backbones and any trained models on real collections, and write the table.
 
 Called by ``make collections``. Collections are folders in BEIR's layout. Results are kept by model in
-``benchmarks/results/collections``, so that a second call evaluates only what is missing.
+``benchmarks/results/collections``, so that a second call evaluates only what is missing; the table shows all of them.
 """
 
 from __future__ import annotations
@@ -70,22 +70,20 @@ def main(
             models[name_of(path)] = str(path)
         else:
             console.print(f"Skipped: {path} is not there.")
-    parts = []
     for number, (name, path) in enumerate(models.items()):
         console.rule(name)
-        parts.append(
-            evaluate(
-                path,
-                folders,
-                metrics=METRICS,
-                bm25=number == 0,
-                max_length=MAX_LENGTH,
-                batch_size=batch_size,
-                output=RESULTS / f"{name}.json",
-                show_progress_bar=True,
-            )
+        evaluate(
+            path,
+            folders,
+            metrics=METRICS,
+            bm25=number == 0,
+            max_length=MAX_LENGTH,
+            batch_size=batch_size,
+            output=RESULTS / f"{name}.json",
+            show_progress_bar=True,
         )
-    results = merged(parts)
+    others = sorted(file.stem for file in RESULTS.glob("*.json") if file.stem not in models)
+    results = merged([Evaluation.read(RESULTS / f"{name}.json") for name in [*models, *others]])
     console.print(results_table(results))
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(INTRODUCTION + as_markdown(results), encoding="utf-8")

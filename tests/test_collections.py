@@ -17,7 +17,7 @@ from st_sparse_rescale.evaluation.beir import load_beir_folder
 from st_sparse_rescale.evaluation.bm25 import bm25_run
 from st_sparse_rescale.evaluation.collection import CollectionError
 from st_sparse_rescale.evaluation.metrics import mean, measure
-from st_sparse_rescale.evaluation.sources import load_collections
+from st_sparse_rescale.evaluation.sources import find_collections, load_collections
 
 DATA = Path(os.environ.get("ST_SPARSE_RESCALE_DATA", Path(__file__).parents[2] / "shared" / "data"))
 # nDCG@10 of BM25 with (k1, b) = (0.9, 0.4) and (1.5, 0.75), as their READMEs have it.
@@ -198,6 +198,9 @@ def test_beir_from_a_folder_of_folders(tmp_path):
     assert [(c.name, c.exclude_self) for c in found] == [("arguana", True), ("scifact", False)]
     with pytest.raises(CollectionError, match="BEIR holds no cranfield"):
         one("beir:cranfield")
+    with pytest.raises(CollectionError, match=r"fiqa is no folder in BEIR's layout: it holds no corpus.jsonl"):
+        find_collections("beir:scifact,fiqa", data_dir=tmp_path)  # before any is loaded
+    assert list(find_collections(tmp_path)) == ["arguana", "scifact"]  # all that are there
 
 
 def test_a_dataset_of_three_tables(tmp_path):

@@ -1,6 +1,7 @@
 """The evaluate command: tables, files, comparisons, resuming, and one message for what the user can mend."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -64,7 +65,7 @@ def test_tables_files_and_plot(models, data, tmp_path):
         "--output", output, "--metrics", "ndcg@10", "map@5",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in result.output.splitlines()]
     assert [row[:2] for row in rows if row[0] == "mean"] == [
         ["mean", "one"],
         ["mean", "one (8 dims)"],
@@ -209,6 +210,10 @@ def test_nothing_is_evaluated_before_all_data_is_found(models, data, tmp_path, m
     ):
         with pytest.raises(ValueError, match=message):
             evaluate(models / "one", [*data, more])
+    (tmp_path / "file").touch()
+    for place in ({"run_dir": tmp_path / "file"}, {"output": tmp_path / "file" / "results.json"}):
+        with pytest.raises(OSError, match=r"Not a directory|File exists"):
+            evaluate(models / "one", data, **place)
 
 
 def test_run_files_are_made_when_they_are_wanted_later(models, data, tmp_path):

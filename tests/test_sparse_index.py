@@ -10,6 +10,7 @@ from scipy import sparse
 from sentence_transformers import SparseEncoder
 from sentence_transformers.util import select_max_active_dims
 
+from st_sparse_rescale.evaluation.checksum import model_crc32
 from st_sparse_rescale.evaluation.csr import as_csr, csr_chunks, limit_active_dims, unit_rows
 from st_sparse_rescale.evaluation.index_files import IndexFileError, read_manifest
 from st_sparse_rescale.evaluation.sparse_index import SparseIndex
@@ -302,6 +303,41 @@ def test_a_build_is_only_continued_with_the_same_model_texts_and_settings(model,
         SparseIndex.build(model, {}, tmp_path / "none", show_progress_bar=False)
     with pytest.raises(ValueError, match="must be unique"):
         SparseIndex.build(model, [("a", "x"), ("a", "y")], tmp_path / "twice", show_progress_bar=False)
+
+
+def test_a_build_refuses_what_it_could_not_find_again(model, tmp_path):
+    for documents, message in (
+        ({1: "x"}, "ids must be texts, got 1"),
+        ({"d": None}, "Texts must be strings, got None"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            SparseIndex.build(model, documents, tmp_path / "index", show_progress_bar=False)
+    SparseIndex.build(model, DOCUMENTS, tmp_path / "index", shard_size=5, show_progress_bar=False)
+    shard = tmp_path / "index" / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(IndexFileError, match=r"shard-00000.* is damaged"):
+        SparseIndex.build(model, DOCUMENTS, tmp_path / "index", shard_size=5, show_progress_bar=False)
+
+
+def test_the_settings_of_a_model_tell_it_from_another_of_the_same_weights(checkpoint):
+    def changed(**settings):
+        model = SparseEncoder(str(checkpoint("bert")))
+        for name, value in settings.items():
+            setattr(model[1] if hasattr(model[1], name) else model, name, value)
+        return model_crc32(model)
+
+    first = SparseEncoder(str(checkpoint("bert")))
+    before = model_crc32(first)
+    first.encode_document(["what the pooling learns from its first input does not count"])
+    others = [
+        changed(prompts={"query": "q: "}),
+        changed(max_seq_length=7),
+        changed(similarity_fn_name="cosine"),
+        changed(max_active_dims=5),
+        changed(activation_function="log1p_relu"),
+    ]
+    assert before == model_crc32(first) == changed()
+    assert len({before, *others}) == 6
 
 
 def test_search_of_a_mapped_index_takes_no_memory_for_the_documents(tmp_path):

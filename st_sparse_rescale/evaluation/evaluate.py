@@ -110,6 +110,9 @@ def evaluate(
         **test,
     }
     done = _done(output, settings)
+    for folder in (run_dir, output and Path(output).parent):
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
     for name, load in loaders.items():
         collection = load()
         if name in done and done[name].crc32 != collection.crc32():

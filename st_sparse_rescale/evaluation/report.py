@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +19,7 @@ from st_sparse_rescale.evaluation.results import (
 )
 
 _SPELLED = {"ndcg": "nDCG", "mrr": "MRR", "map": "MAP", "recall": "Recall", "precision": "P", "accuracy": "Acc"}
+_TEXTS = {"collection", "system", "metric", "a", "b"}
 SHOWN_PROBLEMS = 10
 
 
@@ -69,7 +71,7 @@ def results_table(results: Evaluation) -> Table:
 
 def collections_table(results: Evaluation) -> Table:
     """What the evaluation should not hide: lengths, truncation, self-exclusion, time and memory."""
-    header = ["collection", "documents", "queries", "self excluded", "seconds", "peak MiB"]
+    header = ["collection", "docs", "queries", "self excl.", "seconds", "peak MiB"]
     header += ["system", "max. length", "truncated"]
     return _rich("Collections", header, [[_facts(c, of) for of in c.lengths] for c in results.collections])
 
@@ -161,7 +163,7 @@ def draw_tradeoff(
 def _results(results: Evaluation) -> tuple[list[str], list[list[list[str]]]]:
     rows = [(c.name, system) for c in results.collections for system in c.systems]
     metrics = list(dict.fromkeys(metric for _, system in rows for metric in system.metrics))
-    header = ["collection", "system", *map(_spelled, metrics), "query dims", "document dims", "FLOPS"]
+    header = ["collection", "system", *map(_spelled, metrics), "query dims", "doc. dims", "FLOPS"]
     groups = [[_row(c.name, system, metrics) for system in c.systems] for c in results.collections]
     if len(results.collections) > 1:
         groups.append([_row("mean", system, metrics) for system in results.means()])
@@ -201,12 +203,11 @@ def _spelled(metric: str) -> str:
 
 
 def _rich(title: str, header: Sequence[str], groups: Sequence[Sequence[Sequence[str]]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    texts = {"collection", "system", "metric", "a", "b"}
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in header:
-        # In two lines, so that the table fits narrow terminals.
+        # In two lines, and with names in several, so that the table fits narrow terminals whole.
         shown = name.replace("@", "\n@").replace(" ", "\n", 1)
-        table.add_column(shown, justify="left" if name in texts else "right")
+        table.add_column(shown, justify="left" if name in _TEXTS else "right", overflow="fold")
     for group in groups:
         for row in group:
             table.add_row(*row)

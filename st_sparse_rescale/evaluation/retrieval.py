@@ -10,11 +10,12 @@ from scipy import sparse
 from sentence_transformers import SparseEncoder
 from tqdm.auto import tqdm
 
-from st_sparse_rescale.evaluation.csr import as_csr, limit_active_dims, unit_rows
+from st_sparse_rescale.evaluation.csr import limit_active_dims, unit_rows
+from st_sparse_rescale.evaluation.encoding import encode_texts
 from st_sparse_rescale.evaluation.top_k import IdOrder, TopK
 
 # Documents encoded, searched and forgotten at a time.
-ENCODE_CHUNK = 4_096
+SEARCH_CHUNK = 4_096
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,17 @@ def retrieve(
     """
     scale = similarity_scale(model)
     order, ids, texts = IdOrder(list(corpus)), list(queries), list(corpus.values())
-    encoded = as_csr(model.encode_query(list(queries.values()), batch_size=batch_size, save_to_cpu=True))
+    encoded = encode_texts(model, list(queries.values()), task="query", batch_size=batch_size)
     sides = [(limit_active_dims(encoded, limit), Activity(encoded.shape[1])) for limit in limits]
     searches = [TopK(scale(cut), order, top_k, excluded=ids if exclude_self else None) for cut, _ in sides]
     with tqdm(total=len(texts), desc="Encoding", unit=" documents", disable=not show_progress_bar) as progress:
-        for start in range(0, len(texts), ENCODE_CHUNK):
-            chunk = texts[start : start + ENCODE_CHUNK]
-            documents = as_csr(
-                model.encode_document(chunk, batch_size=batch_size, save_to_cpu=True, show_progress_bar=False)
-            )
+        for start in range(0, len(texts), SEARCH_CHUNK):
+            chunk = texts[start : start + SEARCH_CHUNK]
+            documents = encode_texts(model, chunk, batch_size=batch_size, on_encoded=progress.update)
             for limit, search, (_, activity) in zip(limits, searches, sides, strict=True):
                 cut = limit_active_dims(documents, limit)
                 activity.add(cut)
                 search.add(scale(cut), start)
-            progress.update(len(chunk))
     return [
         Retrieval(
             limit,

@@ -44,7 +44,7 @@ def load_collections(
     Args:
         source: One of
 
-            - a folder in BEIR's layout (``corpus.jsonl``, ``queries.jsonl``, ``qrels/*.tsv``),
+            - a folder in BEIR's layout (``corpus.jsonl``, ``queries.jsonl``, ``qrels/*.tsv``), or a folder of such,
             - ``nanobeir`` or ``nanobeir:scifact,nq``,
             - ``beir`` for the 13 collections of BEIR that anyone may download, or ``beir:scifact,nq``,
             - ``msmarco-dev``, ``trec-dl-2019``, ``trec-dl-2020``, or ``irds:ID`` for any id of ir_datasets,
@@ -85,8 +85,8 @@ def find_collections(
         ImportError: ir_datasets is needed and absent.
     """
     text, folder = str(source), Path(source)
-    if (folder / "corpus.jsonl").exists():
-        return {folder.resolve().name: partial(_folder, folder, split, strict)}
+    if folders := [folder] if _is_beir(folder) else sorted(filter(_is_beir, folder.glob("*"))):
+        return {found.resolve().name: _beir_folder(found, split, strict) for found in folders}
     family, _, names = text.partition(":")
     chosen = names.split(",") if names else None
     if family.lower() == "nanobeir":
@@ -96,7 +96,7 @@ def find_collections(
     if family.lower() == "beir":
         known = _known(chosen, BEIR, "BEIR")
         if data_dir is not None:
-            return {name: partial(_folder, Path(data_dir) / name, split, strict) for name in known}
+            return {name: _beir_folder(Path(data_dir) / name, split, strict) for name in known}
         return {name: partial(_beir, name, split or "test", strict) for name in known}
     if text.lower() in IR_DATASETS:
         id, settings = IR_DATASETS[text.lower()]
@@ -107,8 +107,14 @@ def find_collections(
     return {folder.name: _hub_dataset(text, split, strict)}
 
 
-def _folder(folder: Path, split: str | None, strict: bool) -> Collection:
-    return load_beir_folder(folder, splits=(split,) if split else ("test", "dev"), strict=strict)
+def _is_beir(folder: Path) -> bool:
+    return (folder / "corpus.jsonl").exists()
+
+
+def _beir_folder(folder: Path, split: str | None, strict: bool) -> Callable[[], Collection]:
+    if not _is_beir(folder):
+        raise CollectionError(f"{folder} is no folder in BEIR's layout: it holds no corpus.jsonl.")
+    return partial(load_beir_folder, folder, splits=(split,) if split else ("test", "dev"), strict=strict)
 
 
 def _known(chosen: list[str] | None, names: Any, family: str) -> list[str]:
@@ -198,8 +204,9 @@ def _from_hub(name: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:  # datasets raises some of every kind
+        said = str(error).partition("\n")[0]
         raise CollectionError(
-            f"{name} cannot be loaded ({type(error).__name__}: {error}): give a folder in BEIR's layout, a name of the "
+            f"{name} cannot be loaded ({type(error).__name__}: {said}): give a folder in BEIR's layout, a name of the "
             "hub that can be reached, or one of nanobeir, beir, msmarco-dev, trec-dl-2019, trec-dl-2020, irds:ID."
         ) from error
 

@@ -165,7 +165,7 @@ class SparseIndex:
             show_progress_bar=show_progress_bar,
             **encode_kwargs,
         )
-        index = cls._mapped(Path(folder), manifest, verify=False)
+        index = cls._mapped(Path(folder), manifest, verify=True)  # also what an earlier call has left
         index._order()  # finds ids that stand twice before the index counts as complete
         write_manifest(Path(folder), replace(manifest, complete=True))
         return index
