@@ -345,81 +345,31 @@ def export(
         console.print(report.summary(), soft_wrap=True)
 
 
-@app.command(cls=ManyValues)
-def encode(
-    model: Annotated[str, typer.Argument(help="Checkpoint: a folder or a hub name.")],
-    corpus: Annotated[str, typer.Argument(help="A .jsonl, .csv, .tsv or .parquet file, a BEIR folder, or a hub name.")],
-    output: Annotated[Path, typer.Argument(help="Folder for the shards; a killed encoding goes on from it.")],
-    queries: Annotated[bool, typer.Option("--queries", help="The texts are queries, not documents.")] = False,
-    devices: Annotated[list[str] | None, typer.Option(help="Such as cuda:0 cuda:1; by default the first.")] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="Processes a device; with --ray, in all.")] = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Encode by Ray, here or on the cluster of RAY_ADDRESS.")] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts encoded at once.")] = 32,
-    shard_size: Annotated[int, typer.Option(min=1, help="Texts a file: what a kill can lose.")] = 16_384,
-    max_active_dims: Annotated[int | None, typer.Option(min=1, help="Terms kept a text.")] = None,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Tokens a text, instead of the model's limit.")] = None,
-    id_column: Annotated[str | None, typer.Option(help="Column of the ids, where its name does not say so.")] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column of the texts, likewise.")] = None,
-    title_column: Annotated[str | None, typer.Option(help="Column put in front of the text.")] = None,
-    parent_column: Annotated[str | None, typer.Option(help="Column of the document that a chunk belongs to.")] = None,
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="Masked language model or SPLADE model: a folder or a hub name.")],
+    texts: Annotated[
+        Path | None, typer.Option(help="Texts like those to train on: .txt, .jsonl, .csv, .tsv or .parquet.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Image file for a plot.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print all measurements as JSON instead.")] = False,
     debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Encode a corpus into Parquet files, or go on with a killed encoding: the same command again resumes it."""
-    from st_sparse_rescale.serving import Corpus, encode_corpus
+    """Measure a head, say whether its scale is a problem, and which k to use."""
+    from st_sparse_rescale.calibration import choose_k, measure_head, read_texts
+    from st_sparse_rescale.calibration.plot import plot_report
+    from st_sparse_rescale.calibration.show import as_json, show
 
     with _one_message(debug):
         _quiet_libraries()
-        shards = encode_corpus(
-            model,
-            Corpus(corpus, id_column, text_column, title_column, parent_column),
-            output,
-            task="query" if queries else "document",
-            devices=devices or (),
-            processes=processes,
-            ray=ray,
-            batch_size=batch_size,
-            shard_size=shard_size,
-            max_active_dims=max_active_dims,
-            max_length=max_length,
-            show_progress_bar=not console.quiet,
-        )
-        console.print(f"{len(shards):,} texts of {shards.dimension:,} dimensions in {output}.", soft_wrap=True)
-
-
-@app.command()
-def export(
-    shards: Annotated[Path, typer.Argument(help="Folder of encoded documents.")],
-    output: Annotated[Path, typer.Argument(help="Folder to make.")],
-    to: Annotated[str, typer.Option(help="Engine: anserini, elasticsearch, milvus, opensearch, pgvector, qdrant...")],
-    name: Annotated[str, typer.Option(help="Of the collection, index or table.")] = "documents",
-    top_k: Annotated[int | None, typer.Option(help="Keep so many of each document's heaviest terms.")] = None,
-    threshold: Annotated[float | None, typer.Option(help="Keep weights of at least this.")] = None,
-    mass: Annotated[float | None, typer.Option(help="Keep the heaviest terms with this share of the weight.")] = None,
-    combine: Annotated[bool, typer.Option("--combine", help="Combine a document's chunks by the maximum.")] = False,
-    separator: Annotated[str, typer.Option(help="Between a document's id and its chunk's number.")] = "#",
-    levels: Annotated[int, typer.Option(help="The largest integer, where the engine takes integers.")] = 255,
-    queries: Annotated[Path | None, typer.Option(help="Encoded queries, to compare with exact search by.")] = None,
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
-) -> None:
-    """Write encoded documents as the files of a search engine, and compare their top 10 with exact search."""
-    from st_sparse_rescale.serving import export as run
-
-    with _one_message(debug):
-        report = run(
-            shards,
-            to,
-            output,
-            name=name,
-            top_k=top_k,
-            threshold=threshold,
-            mass=mass,
-            combine=combine,
-            separator=separator,
-            levels=levels,
-            queries=queries,
-            show_progress_bar=not console.quiet,
-        )
-        console.print(report.summary(), soft_wrap=True)
+        report = measure_head(model, None if texts is None else read_texts(texts))
+        choice = choose_k(report)
+        if json:
+            typer.echo(as_json(report, choice))
+        else:
+            show(report, choice, console)
+        if plot is not None:
+            plot_report(report, choice, plot)
 
 
 def _typed_queries(examples: Sequence[str]) -> list[str]:
