@@ -1,9 +1,9 @@
-"""Read JSON Lines files."""
+"""Read and write JSON Lines files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,24 @@ def read_jsonl(path: str | Path, on_error: Callable[[str], None] | None = None) 
                 on_error(f"line {number}: {error}")
             else:
                 yield number, row
+
+
+def write_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    r"""Write one JSON object a line, in UTF-8, each line ended by ``\n``.
+
+    Args:
+        path: The file; one that is there is replaced.
+        rows: The objects.
+
+    Returns:
+        How many there were.
+    """
+    count = 0
+    with open(path, "w", encoding="utf-8", newline="\n") as lines:
+        for row in rows:
+            lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count
 
 
 def _object(line: bytes) -> dict[str, Any]:

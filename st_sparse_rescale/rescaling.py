@@ -259,7 +259,7 @@ def _divide(part: Tensor, k: float) -> None:
     share = lost / max(nonzero.sum().item(), 1)
     if share > NEGLIGIBLE_SHARE or not part.isfinite().all():
         what = f"{share:.1%} of the weights would become zero" if lost else "weights would become infinite"
-        raise ValueError(
-            f"k={k:g} is out of the range of {str(part.dtype).removeprefix('torch.')}: {what}. Load the model in "
-            "float32, rescale it, and convert it afterwards; or use a k closer to 1."
-        )
+        mend = "use a k closer to 1."
+        if torch.finfo(part.dtype).bits < 32:
+            mend = f"load the model in float32, rescale it, and convert it afterwards; or {mend}"
+        raise ValueError(f"k={k:g} is out of the range of {str(part.dtype).removeprefix('torch.')}: {what}; {mend}")

@@ -181,6 +181,12 @@ def test_a_row_that_lacks_the_key_or_the_field_is_named(tmp_path):
     assert "line 2: 'negative_2'" in broken(tmp_path, "data.jsonl", [NEGATIVES[0], {**NEGATIVES[1], "negative_2": ""}])
 
 
+@pytest.mark.parametrize(("name", "separator"), [("data.csv", ","), ("data.tsv", "\t")])
+def test_a_header_that_names_a_column_twice_is_refused(tmp_path, name, separator):
+    content = "query,positive,positive\nq,p,other\n".replace(",", separator).encode()
+    assert "line 1 names the columns ['positive'] more than once" in broken(tmp_path, name, content)
+
+
 def test_a_line_that_is_no_object_is_named(tmp_path):
     assert "line 2: not valid JSON" in broken(
         tmp_path, "data.jsonl", b'{"query": "q", "positive": "p"}\n{"query": "q"\n'

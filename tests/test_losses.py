@@ -163,8 +163,9 @@ def test_joint_flops_is_the_mean_score_of_all_pairs():
 
 
 def test_joint_flops_refuses_a_negative_weight_and_a_loss_it_cannot_call():
-    with pytest.raises(ValueError, match="weight is -1"):
-        JointFlopsLoss(None, SparseMultipleNegativesRankingLoss(None), weight=-1)
+    for weight in (-1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"weight is {weight}"):
+            JointFlopsLoss(None, SparseMultipleNegativesRankingLoss(None), weight=weight)
     with pytest.raises(ValueError, match="Linear has no compute_loss_from_embeddings"):
         JointFlopsLoss(None, nn.Linear(1, 1), weight=1)
 

@@ -246,7 +246,9 @@ def test_an_infinite_logit_of_a_real_token_stays_infinite() -> None:
     assert SpladePooling()(features)["sentence_embedding"][0, 0] == float("inf")
 
 
-@pytest.mark.parametrize("bad", [{"pooling_strategy": "mean"}, {"activation_function": "gelu"}])
+@pytest.mark.parametrize(
+    "bad", [{"pooling_strategy": "mean"}, {"activation_function": "gelu"}, {"mask_special_tokens": "yes"}]
+)
 def test_pooling_refuses_what_stock_refuses(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         SpladePooling(**bad)

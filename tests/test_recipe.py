@@ -16,7 +16,7 @@ from transformers import BertConfig, ModernBertConfig, RobertaConfig, XLMRoberta
 from st_sparse_rescale.training import recipe as module
 from st_sparse_rescale.training.recipe import RECIPES, Recipe, RecipeError
 
-BUILTIN = ("paper", "distil")
+BUILTIN = ("paper", "distil", "distil-kl", "inference-free")
 
 
 def printed(recipe: Recipe) -> str:
@@ -178,7 +178,7 @@ def test_files_that_are_no_recipe(tmp_path, content, reason):
     (tmp_path / "r.yaml").write_text(content)
     with pytest.raises(RecipeError, match=reason):
         Recipe.load(tmp_path / "r.yaml")
-    with pytest.raises(RecipeError, match=r"no recipe 'papr'.*one of .*distil, paper"):
+    with pytest.raises(RecipeError, match=r"no recipe 'papr'.*one of .*distil, .*paper"):
         Recipe.load("papr")
 
 

@@ -374,6 +374,11 @@ def test_float16_that_cannot_hold_the_result_is_refused(k: float, reason: str) -
     assert recorded_rescale(model) is None
 
 
+def test_where_float32_cannot_hold_the_result_only_another_k_helps() -> None:
+    with pytest.raises(ValueError, match=r"range of float32: .* of the weights would become zero; use a k closer to 1"):
+        rescale_mlm_head(build_model("bert"), 1e50)
+
+
 # --- inside sentence-transformers
 
 

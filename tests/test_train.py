@@ -65,7 +65,12 @@ def losses_of(history: list[dict], name: str = "loss") -> list[float]:
 
 def test_a_training_leaves_a_stock_checkpoint_its_recipe_and_its_log(recipe, tmp_path):
     result = train(recipe(), tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoints", "model", "recipe.yaml"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "checkpoints",
+        "data.json",
+        "model",
+        "recipe.yaml",
+    ]
     assert Recipe.load(result.folder / "recipe.yaml") == result.recipe == Recipe.load(tmp_path / "out" / "recipe.yaml")
     assert log_of(result.folder) == result.history
     assert [record["step"] for record in result.history if "loss" in record] == [1, 2, 3, 4, 5, 6]
@@ -233,6 +238,21 @@ def test_a_killed_training_goes_on_from_its_last_checkpoint_and_ends_alike(recip
         torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
 
 
+def test_a_resume_on_data_that_have_changed_is_refused(recipe, tmp_path):
+    settings = {"max_steps": 4, "save_steps": 2}
+    with pytest.raises(Killed):
+        train(recipe(ROWS[2:], **settings), tmp_path / "out", callbacks=[Kill(at=1)])
+    # There is no checkpoint, so nothing that was learnt from the old data is left, and others may take their place.
+    with pytest.raises(Killed):
+        train(recipe(**settings), tmp_path / "out", callbacks=[Kill(at=3)])
+    for changed in (ROWS[1:], [*ROWS[:-1], {**ROWS[-1], "positive": "another"}]):
+        with pytest.raises(
+            DataError, match=r"the training data have changed since the run in .*out began \(16 rows then"
+        ):
+            train(recipe(changed, **settings), tmp_path / "out")
+    assert train(recipe(**settings), tmp_path / "out").folder.exists()
+
+
 def test_checkpoints_that_are_not_there():
     assert last_complete_checkpoint("/nowhere") is None
 
@@ -344,7 +364,7 @@ def test_missing_parts_are_named(recipe, tmp_path, no_model):
         train(recipe(train=str(tmp_path / "none.jsonl")), tmp_path / "d")
     with pytest.raises(ValueError, match="neither a folder in BEIR's layout"):
         train(recipe(eval="nowhere"), tmp_path / "e")
-    with pytest.raises(DataError, match="hold 1 rows"):
+    with pytest.raises(DataError, match="hold a single row: training needs at least 2"):
         train(recipe(ROWS[:1]), tmp_path / "f")
     with pytest.raises(DataError, match="no column 'label'"):
         train(recipe(loss="margin_mse", rows=[{**row, "negative": "x"} for row in ROWS]), tmp_path / "g")

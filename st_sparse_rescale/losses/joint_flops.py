@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,7 +31,7 @@ class JointFlopsLoss(nn.Module):
         weight: Of the joint term, not negative.
 
     Raises:
-        ValueError: If the weight is negative or the loss has no ``compute_loss_from_embeddings``.
+        ValueError: If the weight is negative or not finite, or the loss has no ``compute_loss_from_embeddings``.
 
     Example::
 
@@ -42,8 +43,8 @@ class JointFlopsLoss(nn.Module):
 
     def __init__(self, model: SparseEncoder, loss: nn.Module, weight: float) -> None:
         super().__init__()
-        if not weight >= 0:
-            raise ValueError(f"The joint FLOPS weight is {weight}; give 0 or a positive number.")
+        if not (weight >= 0 and math.isfinite(weight)):
+            raise ValueError(f"The joint FLOPS weight is {weight}; give 0 or a positive, finite number.")
         if not hasattr(loss, "compute_loss_from_embeddings"):
             raise ValueError(
                 f"{type(loss).__name__} has no compute_loss_from_embeddings, which SpladeLoss needs: "

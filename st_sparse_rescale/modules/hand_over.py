@@ -7,11 +7,13 @@ runs as it always does and the (batch, length, vocabulary) logits never exist; t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -30,12 +32,30 @@ class DecoderInput(NamedTuple):
     """(vocabulary,)."""
 
 
+class HandedOver(dict[str, Any]):
+    """Features without logits, which say so to a module that asks for them."""
+
+    def __missing__(self, key: str) -> Any:
+        if key != "token_embeddings":
+            raise KeyError(key)
+        raise KeyError(
+            "token_embeddings (the logits) never exist in this model: when it was built, a SpladePooling of "
+            "st_sparse_rescale followed its transformer. After replacing a module of a built model, call "
+            "`transformer.on_model_ready(model)`, here `model[0].on_model_ready(model)`."
+        )
+
+
 # Of this thread only: a model that serves is called from several at once.
 _handing_over: ContextVar[nn.Module | None] = ContextVar("handing_over", default=None)
+_threads: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_count = threading.Lock()
 
 
 class HandOverDecoder(nn.Linear):
-    """A decoder that can hand over its input. A plain ``nn.Linear`` in everything else, on disk above all."""
+    """What a decoder is while any thread lets it hand over its input. At rest it is a plain ``nn.Linear``.
+
+    So whatever looks for the exact class, such as ``quantize_dynamic``, finds it.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input while handing over, else the logits."""
@@ -45,12 +65,18 @@ class HandOverDecoder(nn.Linear):
 @contextmanager
 def handing_over(decoder: nn.Module) -> Iterator[None]:
     """Let a decoder, one that `can_hand_over`, hand over its input for a while, in this thread."""
-    decoder.__class__ = HandOverDecoder
+    with _count:
+        _threads[decoder] = _threads.get(decoder, 0) + 1
+        decoder.__class__ = HandOverDecoder
     token = _handing_over.set(decoder)
     try:
         yield
     finally:
         _handing_over.reset(token)
+        with _count:
+            _threads[decoder] -= 1
+            if not _threads[decoder]:
+                decoder.__class__ = nn.Linear
 
 
 def can_hand_over(decoder: nn.Module | None) -> bool:

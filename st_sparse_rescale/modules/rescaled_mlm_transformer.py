@@ -13,7 +13,14 @@ from sentence_transformers.base.modules import Module, Transformer
 from sentence_transformers.sparse_encoder import modules as stock
 
 from st_sparse_rescale.heads import MLMHead, UnsupportedHeadError
-from st_sparse_rescale.modules.hand_over import DECODER_INPUT, DecoderInput, can_hand_over, followers, handing_over
+from st_sparse_rescale.modules.hand_over import (
+    DECODER_INPUT,
+    DecoderInput,
+    HandedOver,
+    can_hand_over,
+    followers,
+    handing_over,
+)
 from st_sparse_rescale.modules.splade_pooling import SpladePooling
 from st_sparse_rescale.modules.stock_checkpoint import SavedAsStock
 from st_sparse_rescale.rescaling import Strategy, recorded_rescale, rescale_mlm_head, validate_k, validate_strategy
@@ -132,7 +139,7 @@ class RescaledMLMTransformer(SavedAsStock, Transformer):
         if not (self.hands_over and can_hand_over(decoder)):
             return super().forward(features, **kwargs)
         with handing_over(decoder):
-            features = super().forward(features, **kwargs)
+            features = HandedOver(super().forward(features, **kwargs))
         features[DECODER_INPUT] = DecoderInput(features.pop("token_embeddings"), decoder.weight, decoder.bias)
         return features
 

@@ -16,6 +16,7 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from sentence_transformers import SparseEncoder
 
+from st_sparse_rescale.evaluation.checksum import texts_crc32
 from st_sparse_rescale.rows import DataError, Row, read_rows
 
 logger = logging.getLogger(__name__)
@@ -211,6 +212,11 @@ def _kept_scores(scores: list[float], count: int, kept: int, wanted: TeacherScor
     if wanted == "margins":
         allowed = f"{count} margins (positive minus each negative) or {allowed}"
     raise DataError(f"{place} has {len(scores)} teacher scores for {count} negatives: it needs {allowed}.")
+
+
+def dataset_crc32(dataset: Dataset) -> int:
+    """Checksum of the rows, by which training data are known again."""
+    return texts_crc32(json.dumps(row, sort_keys=True) for row in dataset)
 
 
 def teacher_scale_warning(model: SparseEncoder, dataset: Dataset, rows: int = 32, limit: float = 100.0) -> str | None:

@@ -130,6 +130,9 @@ class Recipe:
     )
     k_source: str | None = _setting(None, "where k came from", _or_none(_text))
     strategy: Literal["weight", "norm"] = _setting("weight", "how k is applied", _choice("weight", "norm"))
+    query_encoder: Literal["mlm", "idf"] = _setting(
+        "mlm", "queries by the model, or by the terms' IDF alone", _choice("mlm", "idf")
+    )
     max_seq_length: int = _setting(256, "tokens a text, in training and in use", _integer(1))
     trust_remote_code: bool = _setting(False, "run the checkpoint's own code", _flag)
 
@@ -159,6 +162,7 @@ class Recipe:
     mini_batch_size: int | None = _setting(None, "texts in memory at once (GradCache)", _or_none(_integer(1)))
     gradient_accumulation: int = _setting(1, "batches a step, each with its own negatives", _integer(1))
     learning_rate: float = _setting(2e-5, "AdamW's, at its peak", _number(above=0))
+    query_learning_rate: float = _setting(0.0, "idf: of the terms' weights; 0 keeps them", _number(at_least=0))
     warmup: float = _setting(0.1, "share of the steps in which it rises from 0", _number(at_least=0, at_most=0.9))
     weight_decay: float = _setting(0.01, "AdamW's", _number(at_least=0))
     max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm", _number(above=0))
@@ -184,6 +188,11 @@ class Recipe:
             object.__setattr__(self, setting.name, checked)
         if self.epochs is not None and self.max_steps is not None:
             raise RecipeError(f"epochs is {self.epochs:g} and max_steps {self.max_steps}: leave one of them out.")
+        if self.query_learning_rate and self.query_encoder != "idf":
+            raise RecipeError(
+                f"query_learning_rate is {self.query_learning_rate:g}, but with query_encoder {self.query_encoder} "
+                "queries have no weights of their own: leave it at 0, or set query_encoder to idf."
+            )
 
     @classmethod
     def load(cls, source: str | Path, **overrides: Any) -> Recipe:

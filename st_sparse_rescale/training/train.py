@@ -6,21 +6,22 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from datasets import Dataset
 from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
 from sentence_transformers.base.evaluation import BaseEvaluator
+from sentence_transformers.base.modules import Module, Router
 from sentence_transformers.base.sampler import BatchSamplers
 from sentence_transformers.sparse_encoder.callbacks import SpladeRegularizerWeightSchedulerCallback
 from sentence_transformers.util import get_device_name
 from torch import nn
-from transformers import AutoConfig, TrainerCallback
+from transformers import AutoConfig, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from st_sparse_rescale.evaluation.beir import load_evaluator
@@ -38,7 +39,14 @@ from st_sparse_rescale.losses import (
 )
 from st_sparse_rescale.modules import RescaledMLMTransformer, SpladePooling
 from st_sparse_rescale.training.callbacks import CollapseError, CollapseGuard, JointFlopsScheduler
-from st_sparse_rescale.training.data import DataError, TeacherScores, load_training_data, teacher_scale_warning
+from st_sparse_rescale.training.data import (
+    DataError,
+    TeacherScores,
+    dataset_crc32,
+    load_training_data,
+    teacher_scale_warning,
+)
+from st_sparse_rescale.training.inference_free import QUERY_WEIGHTS, NonNegativeQueries, idf_query_encoder
 from st_sparse_rescale.training.recipe import Recipe, RecipeError
 from st_sparse_rescale.whole import written_whole
 
@@ -130,10 +138,14 @@ def train(
     if evaluator is None and recipe.eval is not None:
         evaluator = load_evaluator(recipe.eval, batch_size=recipe.batch_size)
 
-    model = build_model(recipe)
+    model = build_model(recipe, _documents(dataset))
+    if recipe.query_encoder == "idf":
+        args.router_mapping = {name: "query" if name == "query" else "document" for name in dataset.column_names}
     if recipe.loss != "contrastive" and args.should_log and (warning := teacher_scale_warning(model, dataset)):
         logger.warning(warning)
     loss = build_loss(recipe, model)
+    if recipe.query_learning_rate:
+        args.learning_rate_mapping = {QUERY_WEIGHTS: recipe.query_learning_rate}
     guard = CollapseGuard(
         loss, patience=recipe.guard_patience, dense_after=recipe.regularizer_warmup, k=_plain(recipe.k)
     )
@@ -143,7 +155,7 @@ def train(
         train_dataset=dataset,
         loss=loss,
         evaluator=evaluator,
-        callbacks=[*_schedules(recipe, loss), guard, *callbacks],
+        callbacks=[*_callbacks(recipe, loss), guard, *callbacks],
     )
     if not progress_bar:
         trainer.remove_callback(ProgressCallback)
@@ -151,6 +163,7 @@ def train(
     checkpoint = last_complete_checkpoint(output / CHECKPOINTS)
     if checkpoint is not None:
         logger.info("Going on from %s.", checkpoint)
+    _note_data(output / "data.json", dataset, begun=checkpoint is not None, writes=args.should_save)
     rows_a_step = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
     logger.info("Training on %d rows, %d a step.", len(dataset), rows_a_step)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -188,11 +201,12 @@ def resolve(recipe: Recipe) -> Recipe:
     return recipe.resolved(config)
 
 
-def build_model(recipe: Recipe) -> SparseEncoder:
+def build_model(recipe: Recipe, documents: Iterable[str] = ()) -> SparseEncoder:
     """Build the untrained model of a resolved recipe: the rescaled masked LM and SPLADE's max pooling.
 
     Args:
         recipe: A resolved recipe.
+        documents: Texts that the IDF of a static query side is counted in, where the recipe has one.
 
     Returns:
         A model in float32 (bf16 training keeps its weights in float32), compared by dot product.
@@ -207,7 +221,12 @@ def build_model(recipe: Recipe) -> SparseEncoder:
         processor_kwargs=dict(trust),
         config_kwargs=dict(trust),
     )
-    return SparseEncoder(modules=[transformer, SpladePooling()], similarity_fn_name="dot")
+    modules: list[Module] = [transformer, SpladePooling()]
+    if recipe.query_encoder == "idf":
+        tokenizer, width = cast(PreTrainedTokenizerBase, transformer.tokenizer), transformer.get_embedding_dimension()
+        queries = idf_query_encoder(tokenizer, documents, width, trained=recipe.query_learning_rate > 0)
+        modules = [Router.for_query_document([queries], modules)]
+    return SparseEncoder(modules=[*modules], similarity_fn_name="dot")
 
 
 def build_loss(recipe: Recipe, model: SparseEncoder) -> SpladeLoss:
@@ -292,6 +311,8 @@ def _arguments(recipe: Recipe, output: Path, evaluate: bool) -> SparseEncoderTra
         eval_strategy="steps" if evaluate else "no",
         eval_steps=recipe.save_steps,
         dataloader_pin_memory=torch.cuda.is_available(),
+        # A static query side is trained in a forward pass of its own, in which all others would count as unused.
+        ddp_find_unused_parameters=False if recipe.query_learning_rate else None,
         report_to="none",
     )
 
@@ -329,8 +350,9 @@ def _dataset(recipe: Recipe, given: Dataset | None, processes: int) -> Dataset:
         teacher_scores=TEACHER_SCORES[recipe.loss],
         teacher_scale=recipe.teacher_scale,
     )
-    needed = processes * recipe.batch_size if processes > 1 else 2
-    if len(dataset) < needed:
+    if len(dataset) < 2:
+        raise DataError("the training data hold a single row: training needs at least 2.")
+    if processes > 1 and len(dataset) < (needed := processes * recipe.batch_size):
         raise DataError(
             f"the training data hold {len(dataset)} rows, but {processes} processes with a batch_size of "
             f"{recipe.batch_size} need {needed}: lower batch_size, or train on more."
@@ -338,13 +360,36 @@ def _dataset(recipe: Recipe, given: Dataset | None, processes: int) -> Dataset:
     return dataset
 
 
-def _schedules(recipe: Recipe, loss: SpladeLoss) -> list[TrainerCallback]:
+def _documents(dataset: Dataset) -> Iterator[str]:
+    """Each document of the training data once."""
+    names = [name for name in dataset.column_names if name not in ("query", "label")]
+    yield from dict.fromkeys(text for name in names for text in dataset[name])
+
+
+def _note_data(file: Path, dataset: Dataset, *, begun: bool, writes: bool) -> None:
+    """Note what a run trains on, or see that a run which was begun goes on with the same data."""
+    now = {"rows": len(dataset), "crc32": dataset_crc32(dataset)}
+    if begun and file.exists():
+        known = json.loads(file.read_text(encoding="utf-8"))
+        if known != now:
+            raise DataError(
+                f"the training data have changed since the run in {file.parent} began ({known['rows']} rows then, "
+                f"{now['rows']} now): bring back the old data, or choose another folder (--output)."
+            )
+    elif writes:
+        with written_whole(file) as partial:
+            partial.write_text(json.dumps(now), encoding="utf-8")
+
+
+def _callbacks(recipe: Recipe, loss: SpladeLoss) -> list[TrainerCallback]:
     """The ramps of all regulariser weights; left to itself the trainer adds the first, but with its own length."""
     schedules: list[TrainerCallback] = [
         SpladeRegularizerWeightSchedulerCallback(loss, "quadratic", recipe.regularizer_warmup)
     ]
     if isinstance(loss.loss, JointFlopsLoss):
         schedules.append(JointFlopsScheduler(loss.loss, recipe.regularizer_warmup))
+    if recipe.query_learning_rate:
+        schedules.append(NonNegativeQueries())
     return schedules
 
 

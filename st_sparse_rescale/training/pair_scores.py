@@ -1,0 +1,91 @@
+"""Scores of (query, document) pairs, by a cross-encoder or a sparse model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from scipy import sparse
+from sentence_transformers import CrossEncoder, SparseEncoder
+from torch import nn
+
+from st_sparse_rescale.evaluation.encoding import Task, encode_texts
+from st_sparse_rescale.evaluation.retrieval import similarity_scale
+from st_sparse_rescale.modules import fuse
+
+Pair = tuple[str, str]
+PairScorer = Callable[[Sequence[Pair]], list[float]]
+
+
+def load_sparse(model: str | Path | SparseEncoder) -> SparseEncoder:
+    """Load a sparse model, with the fused head if it is a SPLADE model; one that is loaded is taken as it is."""
+    if isinstance(model, SparseEncoder):
+        return model
+    loaded = SparseEncoder(str(model))
+    with contextlib.suppress(ValueError):  # no SPLADE model: it runs as it is
+        fuse(loaded)
+    return loaded
+
+
+def load_cross_encoder(model: str | Path | CrossEncoder) -> CrossEncoder:
+    """Load a cross-encoder that gives one score a pair; one that is loaded is taken as it is.
+
+    Raises:
+        ValueError: It gives several numbers a pair.
+    """
+    loaded = model if isinstance(model, CrossEncoder) else CrossEncoder(str(model))
+    if loaded.num_labels != 1:
+        raise ValueError(
+            f"The cross-encoder gives {loaded.num_labels} numbers a pair, as a classifier does: use one that gives a "
+            "single score of relevance."
+        )
+    return loaded
+
+
+def cross_encoder_scorer(model: CrossEncoder, *, logits: bool, batch_size: int = 32) -> PairScorer:
+    """Score pairs by a cross-encoder.
+
+    Args:
+        model: The cross-encoder.
+        logits: Whether to take its raw output; otherwise what its own activation makes of it, often a probability.
+        batch_size: Pairs scored at once.
+
+    Returns:
+        A function from pairs to scores.
+    """
+    activation = nn.Identity() if logits else None
+
+    def score(pairs: Sequence[Pair]) -> list[float]:
+        scores = model.predict(list(pairs), batch_size=batch_size, activation_fn=activation, show_progress_bar=False)
+        return scores.tolist()
+
+    return score
+
+
+def sparse_scorer(model: SparseEncoder, *, batch_size: int = 32) -> PairScorer:
+    """Score pairs by the similarity of a sparse model, dot product or cosine. Each text is encoded once a call.
+
+    Args:
+        model: The sparse model.
+        batch_size: Texts encoded at once.
+
+    Returns:
+        A function from pairs to scores.
+
+    Raises:
+        ValueError: The model's similarity is another.
+    """
+    scale = similarity_scale(model)
+
+    def score(pairs: Sequence[Pair]) -> list[float]:
+        def vectors(texts: Sequence[str], task: Task) -> sparse.csr_matrix:
+            rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+            return scale(encode_texts(model, list(rows), task=task, batch_size=batch_size))[[rows[t] for t in texts]]
+
+        queries, documents = zip(*pairs, strict=True)
+        products = vectors(queries, "query").multiply(vectors(documents, "document"))
+        return np.asarray(products.sum(axis=1)).ravel().tolist()
+
+    return score
