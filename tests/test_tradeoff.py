@@ -68,5 +68,6 @@ def test_bm25_ranks_by_rare_terms_and_stems():
     run = bm25_run(corpus, {"q1": "cat", "q2": "flying bird"}, top_k=10)
     assert [hits[0][0] for hits in run.values()] == ["a", "c"]
     assert len(run["q1"]) == 3  # top_k beyond the corpus gives the whole corpus
+    assert bm25_run({"b": "of the", "a": ""}, {"q": "the cat"}, top_k=2) == {"q": [("a", 0.0), ("b", 0.0)]}
     with pytest.raises(ValueError, match="at least one document"):
         bm25_run({}, {"q": "cat"}, top_k=1)

@@ -36,11 +36,16 @@ class BM25Index:
     def __init__(self, corpus: Mapping[str, str], k1: float = 1.5, b: float = 0.75) -> None:
         if not corpus:
             raise ValueError("BM25 needs at least one document; the corpus is empty.")
-        retriever, words = bm25s.BM25(k1=k1, b=b), _words(list(corpus.values()))
+        self._order = IdOrder(list(corpus))
+        self._terms: dict[str, int] = {}
+        self._lists = sparse.csr_matrix((0, len(corpus)), dtype=np.float32)
+        words = _words(list(corpus.values()))
+        if not any(words):  # stop words only, which bm25s cannot index
+            return
+        retriever = bm25s.BM25(k1=k1, b=b)
         retriever.index(words, show_progress=False)
         weights = retriever.scores
         vocabulary = len(weights["indptr"]) - 1
-        self._order = IdOrder(list(corpus))
         # An empty text is the term "" to bm25s, which has an id but no weights.
         self._terms = {word: term for word, term in retriever.vocab_dict.items() if word and term < vocabulary}
         self._lists = sparse.csr_matrix(
