@@ -1,16 +1,24 @@
-"""Pretrain the two mini backbones of the offline demo by masked language modelling on docstrings.
+"""Pretrain mini backbones by masked language modelling on docstrings.
 
-Both share one tokenizer, one corpus, one schedule and one seed; they differ in architecture and in how the word
-embeddings start, which the tied MLM head inherits:
+All share one tokenizer, one corpus and one schedule; they differ in architecture and in how the word embeddings start,
+which the tied MLM head inherits. Two ship with the package, for the offline demo:
 
 - ``bert-mini``: N(0, 0.02), BERT's usual initialisation.
 - ``modernbert-mini``: N(0, 1), left alone by weight decay, as is usual for modern encoders.
+
+The others are for sweeps over k, which need heads of other kinds and scales:
+
+- ``roberta-mini``: N(0, 0.02), no token types.
+- ``albert-mini``: N(0, 0.02), factorised embeddings, one layer used three times.
+- ``modernbert-mini-usual``: ModernBERT with N(0, 0.02).
+- ``bert-mini-large``: BERT with N(0, 0.3).
 
 Only docstrings of modules in the training split of the demo corpus are read, so that the development and test splits
 stay unseen.
 
     python scripts/pretrain_mini.py bert-mini
     python scripts/pretrain_mini.py modernbert-mini
+    python scripts/pretrain_mini.py roberta-mini --steps 1500 --output build/backbones
 
 An interrupted run continues from its last state in ``--work``. The finished checkpoint (float16 weights, loaded as
 float32), its log and its card go to ``--output``.
@@ -24,19 +32,27 @@ import os
 import platform
 import random
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tokenizers import BertWordPieceTokenizer
 from torch.nn.functional import cross_entropy
 from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
     BertConfig,
     BertForMaskedLM,
     BertTokenizerFast,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
     get_linear_schedule_with_warmup,
 )
 
@@ -45,8 +61,48 @@ from st_sparse_rescale.demo.corpus import all_docstrings, split_of
 VOCABULARY, HIDDEN, LAYERS, HEADS, POSITIONS = 8192, 128, 3, 4, 512
 BLOCK, BATCH, MASKED = 128, 32, 0.25
 LEARNING_RATE, WEIGHT_DECAY, WARMUP = 1e-3, 0.01, 0.05
-EMBEDDING_STD = {"bert-mini": 0.02, "modernbert-mini": 1.0}
 LOG_EVERY, SAVE_EVERY = 50, 500
+
+
+class Backbone(NamedTuple):
+    """A kind of masked language model, and how its word embeddings start."""
+
+    model: type[PreTrainedModel]
+    config: type[PretrainedConfig]
+    settings: dict[str, Any]
+    head: Callable[[PreTrainedModel, torch.Tensor], torch.Tensor]
+    """Logits from the last hidden states, of masked positions only, which a whole forward pass would not spare."""
+    embedding_std: float
+
+
+BERT = (BertForMaskedLM, BertConfig, {"intermediate_size": 4 * HIDDEN}, lambda model, states: model.cls(states))
+MODERNBERT = (
+    ModernBertForMaskedLM,
+    ModernBertConfig,
+    {"intermediate_size": 2 * HIDDEN},
+    lambda model, states: model.decoder(model.head(states)),
+)
+ROBERTA = (
+    RobertaForMaskedLM,
+    RobertaConfig,
+    # Positions start behind the pad id, which is 0.
+    {"intermediate_size": 4 * HIDDEN, "type_vocab_size": 1, "max_position_embeddings": POSITIONS + 1},
+    lambda model, states: model.lm_head(states),
+)
+ALBERT = (
+    AlbertForMaskedLM,
+    AlbertConfig,
+    {"intermediate_size": 4 * HIDDEN, "embedding_size": HIDDEN // 2},
+    lambda model, states: model.predictions(states),
+)
+BACKBONES = {
+    "bert-mini": Backbone(*BERT, embedding_std=0.02),
+    "modernbert-mini": Backbone(*MODERNBERT, embedding_std=1.0),
+    "roberta-mini": Backbone(*ROBERTA, embedding_std=0.02),
+    "albert-mini": Backbone(*ALBERT, embedding_std=0.02),
+    "modernbert-mini-usual": Backbone(*MODERNBERT, embedding_std=0.02),
+    "bert-mini-large": Backbone(*BERT, embedding_std=0.3),
+}
 
 
 def texts(work: Path, split: str) -> list[str]:
@@ -81,34 +137,33 @@ def blocks(tokenizer: BertTokenizerFast, corpus: list[str]) -> np.ndarray:
     return np.concatenate([np.full((rows, 1), tokenizer.cls_token_id), body], axis=1)
 
 
-def make_model(name: str, tokenizer: BertTokenizerFast) -> torch.nn.Module:
+def make_model(backbone: Backbone, tokenizer: BertTokenizerFast) -> PreTrainedModel:
     """A randomly initialised backbone."""
-    shape = {
+    settings = {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "max_position_embeddings": POSITIONS,
         "pad_token_id": tokenizer.pad_token_id,
+        "cls_token_id": tokenizer.cls_token_id,
+        "bos_token_id": tokenizer.cls_token_id,
+        "sep_token_id": tokenizer.sep_token_id,
+        "eos_token_id": tokenizer.sep_token_id,
     }
-    if name == "bert-mini":
-        model = BertForMaskedLM(BertConfig(**shape, intermediate_size=4 * HIDDEN))
-    else:
-        config = ModernBertConfig(
-            **shape,
-            intermediate_size=2 * HIDDEN,
-            cls_token_id=tokenizer.cls_token_id,
-            bos_token_id=tokenizer.cls_token_id,
-            sep_token_id=tokenizer.sep_token_id,
-            eos_token_id=tokenizer.sep_token_id,
-        )
-        model = ModernBertForMaskedLM(config)
+    model = backbone.model(backbone.config(**settings | backbone.settings))
     with torch.no_grad():
-        model.get_input_embeddings().weight.normal_(std=EMBEDDING_STD[name])
+        model.get_input_embeddings().weight.normal_(std=backbone.embedding_std)
     return model
 
 
-def masked_loss(model: torch.nn.Module, rows: torch.Tensor, tokenizer: BertTokenizerFast, rng: torch.Generator):
+def masked_loss(
+    backbone: Backbone,
+    model: PreTrainedModel,
+    rows: torch.Tensor,
+    tokenizer: BertTokenizerFast,
+    rng: torch.Generator,
+) -> torch.Tensor:
     """Cross-entropy over the masked positions only: 80 % become [MASK], 10 % a random token, 10 % stay."""
     special = (rows == tokenizer.cls_token_id) | (rows == tokenizer.sep_token_id)
     chosen = (torch.rand(rows.shape, generator=rng) < MASKED) & ~special
@@ -118,16 +173,18 @@ def masked_loss(model: torch.nn.Module, rows: torch.Tensor, tokenizer: BertToken
     inputs = torch.where(chosen & (roll >= 0.9), noise, inputs)
     with torch.autocast("cpu", torch.bfloat16):
         states = model.base_model(inputs).last_hidden_state[chosen]
-        logits = model.cls(states) if hasattr(model, "cls") else model.decoder(model.head(states))
+        logits = backbone.head(model, states)
     return cross_entropy(logits.float(), rows[chosen])
 
 
 @torch.no_grad()
-def held_out_loss(model: torch.nn.Module, rows: torch.Tensor, tokenizer: BertTokenizerFast) -> float:
+def held_out_loss(
+    backbone: Backbone, model: PreTrainedModel, rows: torch.Tensor, tokenizer: BertTokenizerFast
+) -> float:
     """Mean masked loss over the rows, with the same masks at every call."""
     model.eval()
     rng = torch.Generator().manual_seed(0)
-    losses = [masked_loss(model, chunk, tokenizer, rng).item() for chunk in rows.split(BATCH)]
+    losses = [masked_loss(backbone, model, chunk, tokenizer, rng).item() for chunk in rows.split(BATCH)]
     model.train()
     return sum(losses) / len(losses)
 
@@ -157,7 +214,8 @@ def export(model: torch.nn.Module, tokenizer: BertTokenizerFast, output: Path) -
 def card(name: str, model: torch.nn.Module, header: dict, log: list[dict]) -> str:
     """The model card, with every figure taken from the run."""
     last = log[-1]
-    start = "N(0, 0.02), BERT's usual" if name == "bert-mini" else "N(0, 1), the large scale of some modern encoders'"
+    std = BACKBONES[name].embedding_std
+    start = f"N(0, {std:g})" + {0.02: ", BERT's usual", 1.0: ", the large scale of some modern encoders'"}.get(std, "")
     kind = type(model).__name__
     return f"""---
 language: en
@@ -191,7 +249,7 @@ The weights are stored in half precision and load in single precision.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=EMBEDDING_STD)
+    parser.add_argument("name", choices=BACKBONES)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -209,7 +267,8 @@ def main() -> None:
     held_out = torch.from_numpy(blocks(tokenizer, texts(args.work, "dev")))[:512]
     print(f"{args.name}: {len(corpus):,} docstrings, {rows.numel():,} tokens, {len(tokenizer):,} pieces", flush=True)
 
-    model = make_model(args.name, tokenizer)
+    backbone = BACKBONES[args.name]
+    model = make_model(backbone, tokenizer)
     optimizer = optimiser(model)
     schedule = get_linear_schedule_with_warmup(optimizer, int(WARMUP * args.steps), args.steps)
     rng = torch.Generator().manual_seed(args.seed)
@@ -228,7 +287,7 @@ def main() -> None:
     began, running = time.perf_counter() - seconds, []
     while step < args.steps:
         batch = rows[torch.randint(len(rows), (BATCH,), generator=rng)]
-        loss = masked_loss(model, batch, tokenizer, rng)
+        loss = masked_loss(backbone, model, batch, tokenizer, rng)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -240,7 +299,7 @@ def main() -> None:
             entry = {"step": step, "loss": round(sum(running) / len(running), 4)}
             running = []
             if step % SAVE_EVERY == 0 or step == args.steps:
-                entry["held_out_loss"] = round(held_out_loss(model, held_out, tokenizer), 4)
+                entry["held_out_loss"] = round(held_out_loss(backbone, model, held_out, tokenizer), 4)
                 norms = model.get_output_embeddings().weight.norm(dim=1)
                 entry["mean_row_norm"] = round(norms.mean().item(), 3)
             entry["seconds"] = round(time.perf_counter() - began, 1)

@@ -11,6 +11,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from st_sparse_rescale.evaluation.report import draw_tradeoff
+from st_sparse_rescale.evaluation.tradeoff import best_at_cost
 
 METRICS = ("ndcg@10", "mrr@10", "recall@100")
 LIMITS = (32, 64, 128, 256, None)
@@ -91,8 +92,8 @@ def results_table(runs: Sequence[TrainedRun], bm25: dict[str, float]) -> tuple[l
 
 
 def at_equal_cost(run: TrainedRun) -> float:
-    """The best nDCG@10 on a run's curve for at most `EQUAL_COST` FLOPS; 0 where it has no point there."""
-    return max((point["ndcg@10"] for point in run.curve if point["flops"] <= EQUAL_COST), default=0.0)
+    """The best nDCG@10 on a run's curve for at most `EQUAL_COST` FLOPS."""
+    return best_at_cost(run.curve, EQUAL_COST)
 
 
 def _page(runs: Sequence[TrainedRun], bm25: dict[str, float], setting: dict[str, str | int | float]) -> str:

@@ -26,7 +26,7 @@ from st_sparse_rescale.evaluation.bm25 import bm25_run
 from st_sparse_rescale.evaluation.sparse_index import SparseIndex
 from st_sparse_rescale.evaluation.tradeoff import corpus_of, queries_of, score_run, trace_tradeoff
 from st_sparse_rescale.training import CollapseError, Recipe, train
-from st_sparse_rescale.training.train import CHECKPOINTS, last_complete_checkpoint
+from st_sparse_rescale.training.train import collapsed_result
 from st_sparse_rescale.whole import written_whole
 
 RUNS = (("bert-mini", 1), ("modernbert-mini", 1), ("modernbert-mini", 16))
@@ -182,11 +182,10 @@ def _trained_run(
     except CollapseError as error:
         # A collapsed model is a result here: it is evaluated as it was when the guard stopped it.
         said.append(str(error))
-        checkpoint = last_complete_checkpoint(output / CHECKPOINTS)
-        if checkpoint is None:
+        left, history = collapsed_result(output)
+        if left is None:
             raise
-        model = SparseEncoder(str(checkpoint))
-        history = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history
+        model = left
     seconds = time.perf_counter() - began
     task = progress.add_task(f"Evaluating {name}", total=1)
     curve = trace_tradeoff(model, evaluator, LIMITS, batch_size=64)

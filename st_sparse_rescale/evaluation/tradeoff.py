@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
@@ -51,6 +51,24 @@ def trace_tradeoff(
         }
         for point in found
     ]
+
+
+def best_at_cost(curve: Sequence[Mapping[str, float]], flops: float, metric: str = "ndcg@10") -> float:
+    """Compare models of different density: the best value on a trade-off curve for at most so many FLOPS.
+
+    Args:
+        curve: Points as `trace_tradeoff` gives them.
+        flops: The limit.
+        metric: What is compared.
+
+    Returns:
+        The best value; 0 where no point is that cheap.
+
+    Example:
+        >>> best_at_cost([{"flops": 9.0, "ndcg@10": 0.3}, {"flops": 80.0, "ndcg@10": 0.4}], flops=20)
+        0.3
+    """
+    return max((point[metric] for point in curve if point["flops"] <= flops), default=0.0)
 
 
 def score_run(evaluator: SparseInformationRetrievalEvaluator, run: Run) -> dict[str, float]:

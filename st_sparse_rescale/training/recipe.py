@@ -89,6 +89,15 @@ def _k(value: Any) -> float | str | dict[str, float | str]:
     return validate_k(value)
 
 
+def _factor(value: Any) -> float | str:
+    if value == "k":
+        return "k"
+    try:
+        return _number(above=0)(value)
+    except ValueError as error:
+        raise ValueError(f'{error}, or "k"') from error
+
+
 def _or_none(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
@@ -126,7 +135,7 @@ class Recipe:
     eval: str | None = _setting(None, "evaluation data: a BEIR folder or nanobeir", _or_none(_text))
 
     k: float | str | dict[str, float | str] | None = _setting(
-        None, "divisor of the head's logits, or one for each model_type", _or_none(_k)
+        None, "divisor of the head's logits, auto to measure it, or one for each model_type", _or_none(_k)
     )
     k_source: str | None = _setting(None, "where k came from", _or_none(_text))
     strategy: Literal["weight", "norm"] = _setting("weight", "how k is applied", _choice("weight", "norm"))
@@ -162,6 +171,9 @@ class Recipe:
     mini_batch_size: int | None = _setting(None, "texts in memory at once (GradCache)", _or_none(_integer(1)))
     gradient_accumulation: int = _setting(1, "batches a step, each with its own negatives", _integer(1))
     learning_rate: float = _setting(2e-5, "AdamW's, at its peak", _number(above=0))
+    head_learning_rate_factor: float | str = _setting(
+        1.0, "factor of the head matrix's learning rate; k: the k of the head", _factor
+    )
     query_learning_rate: float = _setting(0.0, "idf: of the terms' weights; 0 keeps them", _number(at_least=0))
     warmup: float = _setting(0.1, "share of the steps in which it rises from 0", _number(at_least=0, at_most=0.9))
     weight_decay: float = _setting(0.01, "AdamW's", _number(at_least=0))
@@ -246,18 +258,21 @@ class Recipe:
         for length, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
             if changes.get(length) is not None:
                 changes.setdefault(other, None)
+        if "k" in changes:
+            changes.setdefault("k_source", None)
         return dataclasses.replace(self, **changes)
 
     def resolved(self, config: PretrainedConfig) -> Recipe:
         """Settle what depends on the checkpoint and the machine: k and the precision.
 
-        A given k wins, then the one recorded in the checkpoint, then the recipe's for its ``model_type``.
+        A given k wins, then the one recorded in the checkpoint, then the recipe's for its ``model_type``. A k of
+        "auto" keeps what is recorded; else it stays, and the head is to be measured.
 
         Args:
             config: The checkpoint's configuration.
 
         Returns:
-            A recipe of plain numbers. Resolving it again changes nothing.
+            A recipe of plain numbers, "auto" aside. Resolving it again changes nothing.
 
         Raises:
             RecipeError: If nothing says which k to use.
@@ -269,16 +284,17 @@ class Recipe:
         return dataclasses.replace(self, precision=precision, epochs=epochs, **self._k_for(config))
 
     def _k_for(self, config: PretrainedConfig) -> dict[str, Any]:
-        if self.k is not None and not isinstance(self.k, dict):
+        recorded = recorded_rescale(config)
+        if self.k is not None and not isinstance(self.k, dict) and (self.k != "auto" or recorded is None):
             return {"k": self.k, "k_source": self.k_source or "given"}
-        if (recorded := recorded_rescale(config)) is not None:
+        if recorded is not None:
             return {"k": recorded.k, "strategy": recorded.strategy, "k_source": "recorded in the checkpoint"}
-        by_type = self.k or {}
+        by_type = self.k if isinstance(self.k, dict) else {}
         if config.model_type in by_type:
             return {"k": by_type[config.model_type], "k_source": f"the recipe's for model_type {config.model_type}"}
         raise RecipeError(
-            f"no k is known for model_type {config.model_type!r}: give k (--k). 1 leaves the head as it is; "
-            f"one with very large logits needs more. The recipe knows {', '.join(by_type) or 'no model_type'}."
+            f"no k is known for model_type {config.model_type!r}: give k (--k), a number, or auto to measure the head. "
+            f"The recipe knows {', '.join(by_type) or 'no model_type'}."
         )
 
     def differences(self, other: Recipe) -> list[str]:

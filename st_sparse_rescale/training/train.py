@@ -21,9 +21,10 @@ from sentence_transformers.base.sampler import BatchSamplers
 from sentence_transformers.sparse_encoder.callbacks import SpladeRegularizerWeightSchedulerCallback
 from sentence_transformers.util import get_device_name
 from torch import nn
-from transformers import AutoConfig, PreTrainedTokenizerBase, TrainerCallback
+from transformers import AutoConfig, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from st_sparse_rescale.calibration import MAX_TEXTS, choose_k, measure_head, sample
 from st_sparse_rescale.evaluation.beir import load_evaluator
 from st_sparse_rescale.jsonl import read_jsonl
 from st_sparse_rescale.losses import (
@@ -46,6 +47,7 @@ from st_sparse_rescale.training.data import (
     load_training_data,
     teacher_scale_warning,
 )
+from st_sparse_rescale.training.head_learning_rate import head_learning_rate
 from st_sparse_rescale.training.inference_free import QUERY_WEIGHTS, NonNegativeQueries, idf_query_encoder
 from st_sparse_rescale.training.recipe import Recipe, RecipeError
 from st_sparse_rescale.whole import written_whole
@@ -117,7 +119,7 @@ def train(
         result = train(recipe, "my-splade")
         result.model.encode(["sparse retrieval"])
     """
-    recipe = resolve(recipe)
+    recipe = resolve(recipe, train_dataset)
     output = Path(output_dir)
     args = _arguments(recipe, output, evaluate=evaluator is not None or recipe.eval is not None)
     with args.main_process_first(local=False, desc="claiming the output folder"):
@@ -144,8 +146,9 @@ def train(
     if recipe.loss != "contrastive" and args.should_log and (warning := teacher_scale_warning(model, dataset)):
         logger.warning(warning)
     loss = build_loss(recipe, model)
+    args.learning_rate_mapping = head_learning_rate(loss, model, recipe.head_learning_rate_factor, recipe.learning_rate)
     if recipe.query_learning_rate:
-        args.learning_rate_mapping = {QUERY_WEIGHTS: recipe.query_learning_rate}
+        args.learning_rate_mapping[QUERY_WEIGHTS] = recipe.query_learning_rate
     guard = CollapseGuard(
         loss, patience=recipe.guard_patience, dense_after=recipe.regularizer_warmup, k=_plain(recipe.k)
     )
@@ -179,17 +182,45 @@ def train(
     return TrainResult(model, finished, recipe, trainer.state.log_history)
 
 
-def resolve(recipe: Recipe) -> Recipe:
-    """Settle what a recipe leaves to the checkpoint and the machine, without loading any weights.
+def collapsed_result(output_dir: str | Path) -> tuple[SparseEncoder | None, list[dict[str, Any]]]:
+    """Load what a training that collapsed left, to look at it.
+
+    Args:
+        output_dir: The folder of a training that raised `CollapseError`.
+
+    Returns:
+        The model of the last checkpoint, or None if none with finite weights was written, and the history.
+
+    Example::
+
+        try:
+            train(recipe, "out")
+        except CollapseError:
+            model, history = collapsed_result("out")
+    """
+    checkpoint = last_complete_checkpoint(Path(output_dir) / CHECKPOINTS)
+    if checkpoint is None:
+        return None, []
+    return SparseEncoder(str(checkpoint)), TrainerState.load_from_json(
+        str(checkpoint / "trainer_state.json")
+    ).log_history
+
+
+def resolve(recipe: Recipe, train_dataset: Dataset | None = None) -> Recipe:
+    """Settle what a recipe leaves to the checkpoint, the data and the machine.
+
+    Weights are loaded for ``k: auto`` only, to measure the head on a sample of the training texts.
 
     Args:
         recipe: A recipe with a model.
+        train_dataset: Instead of ``recipe.train``.
 
     Returns:
         The recipe with plain numbers; resolving it again changes nothing.
 
     Raises:
         RecipeError: If there is no model, its configuration cannot be read, or no k is known for it.
+        DataError: If k is to be measured and the training data cannot be trained on.
     """
     if recipe.model is None:
         raise RecipeError("the recipe names no model: give a checkpoint (--model), a folder or a hub name.")
@@ -198,7 +229,17 @@ def resolve(recipe: Recipe) -> Recipe:
     except (OSError, ValueError) as error:
         absent = "" if Path(recipe.model).exists() else "it is no folder, and "
         raise RecipeError(f"the model {recipe.model!r} cannot be loaded: {absent}{error}") from error
-    return recipe.resolved(config)
+    resolved = recipe.resolved(config)
+    return _with_measured_k(resolved, train_dataset) if resolved.k == "auto" else resolved
+
+
+def _with_measured_k(recipe: Recipe, train_dataset: Dataset | None) -> Recipe:
+    dataset = _dataset(recipe, train_dataset, processes=1)
+    rows = dataset.select(sample(range(len(dataset)), MAX_TEXTS // 2))
+    report = measure_head(_transformer(recipe, k=None), [*rows["query"], *rows["positive"]])
+    choice = choose_k(report, recipe.strategy)
+    logger.info("%s", "\n- ".join([choice.headline, *choice.evidence]))
+    return recipe.override(k=choice.k, k_source=choice.reason)
 
 
 def build_model(recipe: Recipe, documents: Iterable[str] = ()) -> SparseEncoder:
@@ -211,22 +252,27 @@ def build_model(recipe: Recipe, documents: Iterable[str] = ()) -> SparseEncoder:
     Returns:
         A model in float32 (bf16 training keeps its weights in float32), compared by dot product.
     """
-    trust = {"trust_remote_code": recipe.trust_remote_code}
-    transformer = RescaledMLMTransformer(
-        str(recipe.model),
-        k=_plain(recipe.k),
-        strategy=recipe.strategy,
-        max_seq_length=recipe.max_seq_length,
-        model_kwargs={"dtype": "float32", **trust},
-        processor_kwargs=dict(trust),
-        config_kwargs=dict(trust),
-    )
+    transformer = _transformer(recipe, _plain(recipe.k))
     modules: list[Module] = [transformer, SpladePooling()]
     if recipe.query_encoder == "idf":
         tokenizer, width = cast(PreTrainedTokenizerBase, transformer.tokenizer), transformer.get_embedding_dimension()
         queries = idf_query_encoder(tokenizer, documents, width, trained=recipe.query_learning_rate > 0)
         modules = [Router.for_query_document([queries], modules)]
     return SparseEncoder(modules=[*modules], similarity_fn_name="dot")
+
+
+def _transformer(recipe: Recipe, k: float | None) -> RescaledMLMTransformer:
+    trust = {"trust_remote_code": recipe.trust_remote_code}
+    return RescaledMLMTransformer(
+        str(recipe.model),
+        k=k,
+        strategy=recipe.strategy,
+        reason=recipe.k_source or "given",
+        max_seq_length=recipe.max_seq_length,
+        model_kwargs={"dtype": "float32", **trust},
+        processor_kwargs=dict(trust),
+        config_kwargs=dict(trust),
+    )
 
 
 def build_loss(recipe: Recipe, model: SparseEncoder) -> SpladeLoss:

@@ -1,0 +1,78 @@
+"""The rule for k, held against the sweep's best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from st_sparse_rescale.experiments.outcomes import Outcome, Setting, line
+from st_sparse_rescale.experiments.plots import KS
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What a chosen k costs on one backbone.
+
+    Attributes:
+        backbone: Its name.
+        strategy: How k is applied.
+        chosen: The k of the sweep that is nearest to the chosen one, as a ratio.
+        ndcg: The nDCG@10 with it.
+        best: The k of the sweep with the highest nDCG@10.
+        best_ndcg: That nDCG@10.
+        stopped: Whether the collapse guard stopped a run with the chosen k.
+    """
+
+    backbone: str
+    strategy: str
+    chosen: float
+    ndcg: float
+    best: float
+    best_ndcg: float
+    stopped: bool
+
+    @property
+    def loss(self) -> float:
+        """How much worse the chosen k is, as a share of the best."""
+        return 1 - self.ndcg / self.best_ndcg if self.best_ndcg else 0.0
+
+
+def validate(
+    outcomes: Mapping[Setting, Outcome], choices: Mapping[str, float], strategy: str, collection: str
+) -> list[Validation]:
+    """Compare the chosen k of each backbone with all of the sweep's.
+
+    Args:
+        outcomes: What was found.
+        choices: The chosen k, by backbone.
+        strategy: How it is applied: "weight" or "norm".
+        collection: What is compared, by nDCG@10 at equal cost.
+
+    Returns:
+        One validation for each backbone that the sweep holds.
+
+    Example:
+        ::
+
+            for found in validate(outcomes, {"bert-mini": 1}, "weight", "docstrings"):
+                print(found.backbone, f"{found.loss:.1%} below the best k")
+    """
+    validations = []
+    for backbone, k in choices.items():
+        found = line(outcomes, backbone, strategy, KS)
+        if not found:
+            continue
+        chosen = min(found, key=lambda outcome: max(outcome.setting.k / k, k / outcome.setting.k))
+        best = max(found, key=lambda outcome: outcome.ndcg(collection))
+        validations.append(
+            Validation(
+                backbone,
+                strategy,
+                chosen.setting.k,
+                chosen.ndcg(collection),
+                best.setting.k,
+                best.ndcg(collection),
+                chosen.stopped > 0,
+            )
+        )
+    return validations
