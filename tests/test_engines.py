@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
+import sys
 import tempfile
 from importlib.util import find_spec
 from itertools import islice
@@ -23,9 +25,11 @@ import pytest
 from st_sparse_rescale.demo import backbone_path
 from st_sparse_rescale.demo.corpus import as_pair, docstrings, python_sources
 from st_sparse_rescale.evaluation.beir import load_beir_folder
+from st_sparse_rescale.jsonl import write_jsonl
 from st_sparse_rescale.serving import TARGETS, encode_corpus, export, load_target, overlap
 from st_sparse_rescale.serving.targets.target import Target
 from tests import engine_schemas as schemas
+from tests.tiny_models import TEXTS
 
 SHARED = Path(os.environ.get("ST_SPARSE_RESCALE_DATA", Path(__file__).parents[2] / "shared" / "data"))
 CRANFIELD, SPLADE_TINY = SHARED / "cranfield", SHARED.parent / "models" / "splade-tiny"
@@ -259,6 +263,26 @@ def query_weights(target: Target, vector) -> dict[str, float]:
         return body["vector"]["query_tokens"]
     clauses = [clause["rank_feature"] for clause in body["should"]]
     return {clause["field"].removeprefix("vector."): clause["boost"] for clause in clauses}
+
+
+@pytest.mark.slow
+def test_the_example_fills_two_engines_and_compares_them(checkpoint, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "collection"
+    (folder / "qrels").mkdir(parents=True)
+    write_jsonl(folder / "corpus.jsonl", ({"_id": f"d{n}", "text": text} for n, text in enumerate(TEXTS)))
+    write_jsonl(folder / "queries.jsonl", ({"_id": f"q{n}", "text": text[:30]} for n, text in enumerate(TEXTS)))
+    (folder / "qrels" / "test.tsv").write_text("".join(f"q{n}\td{n}\t1\n" for n in range(len(TEXTS))))
+    script = Path(__file__).parents[1] / "examples" / "production.py"
+    options = ["--model", checkpoint("bert"), "--collection", folder, "--output", tmp_path / "out", "--workers", "0"]
+    monkeypatch.setattr(sys, "argv", [str(script), *map(str, options)])
+    runpy.run_path(str(script), run_name="__main__")
+    printed = capsys.readouterr().out.splitlines()
+    table = {cells[1].strip(): cells[2:4] for line in printed if len(cells := line.split("│")) == 5}
+    assert float(table["exact"][1]) > 0
+    for engine, module in (("qdrant", "qdrant_client"), ("seismic", "seismic")):
+        if find_spec(module) is not None:
+            assert float(table[engine][0]) > 0.9
+            assert float(table[engine][1]) == pytest.approx(float(table["exact"][1]), abs=0.1)
 
 
 def test_every_target_is_tested_here():

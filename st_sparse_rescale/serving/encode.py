@@ -95,7 +95,8 @@ def encode_corpus(
     with tqdm(total=survey.documents, desc="Encoding", unit=" texts", disable=not show_progress_bar) as progress:
         done = {record.file: record for record in manifest.shards if (folder / record.file).exists()}
         progress.update(sum(record.documents for record in done.values()))
-        missing = [number for number in range(len(survey.shards)) if file_name(number) not in done]
+        names = [file_name(number) for number in range(len(survey.shards))]
+        missing = [number for number, file in enumerate(names) if file not in done]
         if not missing:
             records: Iterator[ShardRecord] = iter(())
         elif ray:
@@ -107,7 +108,7 @@ def encode_corpus(
             records = _records(loaded, job, folder, missing, targets, progress.update)
         for record in records:
             done[record.file] = record
-            manifest.shards = [done[file] for file in sorted(done)]
+            manifest.shards = [done[file] for file in names if file in done]
             write_manifest(folder, manifest, ENCODED)
     manifest.complete = True
     write_manifest(folder, manifest, ENCODED)

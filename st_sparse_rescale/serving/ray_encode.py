@@ -55,9 +55,11 @@ def ray_records(
     began = not ray.is_initialized()
     if began:
         ray.init()
+    ray.data.DataContext.get_current().enable_progress_bars = False  # ours is shown
     try:
         resources = ray.cluster_resources()
         gpus = int(resources.get("GPU", 0))
+        size = min(workers or gpus or int(resources["CPU"]), len(numbers))
         # A block a shard: that is the unit of the work.
         shards = ray.data.from_items([{"shard": number} for number in numbers], override_num_blocks=len(numbers))
         with _workshop(folder) as workshop:
@@ -65,7 +67,7 @@ def ray_records(
                 _ShardActor,
                 fn_constructor_kwargs={"model": ray.put(model.cpu()), "job": job, "folder": workshop.resolve()},
                 batch_size=1,
-                concurrency=min(workers or gpus or int(resources["CPU"]), len(numbers)),
+                compute=ray.data.ActorPoolStrategy(size=size),
                 num_cpus=1,
                 num_gpus=1 if gpus else 0,
             )
