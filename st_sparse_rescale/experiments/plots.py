@@ -159,8 +159,10 @@ def _label(figure: Figure, panels: Sequence[Any], x: str, y: str, title: str, le
     figure.supylabel(y)
     figure.suptitle(title)
     if legend and panels:
-        entries = {}
+        entries: dict[str, Any] = {}
         for axes in panels:
             handles, labels = axes.get_legend_handles_labels()
             entries.update(zip(labels, handles, strict=True))
-        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(7, len(entries) or 1))
+        figure.legend(
+            list(entries.values()), list(entries), loc="outside lower center", ncols=min(7, len(entries) or 1)
+        )
