@@ -17,8 +17,6 @@ makes; published models are between 0.5 and 5.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -32,6 +30,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from machine import describe_machine
 from rich.console import Console
 from rich.table import Table
 from scipy import sparse
@@ -233,7 +232,7 @@ CONTENDERS: dict[str, Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]] = 
     "top-k alone, ours": lambda q, d: kernel(True, q, d),
     "top-k alone, sparse_dot_topn": lambda q, d: kernel(False, q, d),  # pip install sparse_dot_topn
 }
-PAIRS = list(zip(list(CONTENDERS)[::2], list(CONTENDERS)[1::2], strict=True))
+PAIRS = dict(zip(("evaluator", "mteb", "top-k"), zip(*[iter(CONTENDERS)] * 2, strict=True), strict=True))
 
 
 def in_fresh_process(name: str, docs: int, exponent: float) -> dict[str, Any]:
@@ -242,21 +241,6 @@ def in_fresh_process(name: str, docs: int, exponent: float) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def machine() -> dict[str, Any]:
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
@@ -270,7 +254,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
         table = Table("contender", title=title)
         for column in ("seconds", "ours is faster", "peak growth MiB", "ours takes less"):
             table.add_column(column, justify="right")
-        for ours, stock in PAIRS:
+        for ours, stock in (pair for pair in PAIRS.values() if pair[0] in results["contenders"]):
             for name in (ours, stock):
                 row = results["contenders"][name]
                 ratios = ["", ""]
@@ -290,10 +274,30 @@ def tables(results: dict[str, Any]) -> list[Table]:
     return made
 
 
+def compared(pair: tuple[str, str], docs: int, rounds: int, exponent: float, console: Console) -> dict[str, Any]:
+    """Run two contenders in alternation: their runs, their medians, and how much the second takes of the first."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in pair}
+    for _ in range(rounds):
+        for name, of in runs.items():
+            of.append(in_fresh_process(name, docs, exponent))
+            console.print(f"{name}: {of[-1]['seconds']:.2f} s", highlight=False)
+    ours, theirs = runs.values()
+    assert abs(ours[0]["result"] - theirs[0]["result"]) < 1e-5, runs  # they must have computed the same
+    medians = {
+        name: {key: statistics.median(run[key] for run in of) for key in ("seconds", "grown_bytes", "held_bytes")}
+        for name, of in runs.items()
+    }
+    ratios = {
+        key: statistics.median(b[key] / a[key] for a, b in zip(ours, theirs, strict=True))
+        for key in ("seconds", "grown_bytes")
+    }
+    return {"runs": runs, "contenders": medians, "ratios": {pair[1]: ratios}}
+
+
 def main(
     docs: Annotated[int, typer.Option(help="Documents.")] = 100_000,
     rounds: Annotated[int, typer.Option(help="Runs of each contender, in alternation.")] = 3,
-    only: Annotated[str, typer.Option(help="scoring, index or all.")] = "all",
+    only: Annotated[str, typer.Option(help="evaluator, mteb, top-k or index; others keep their results.")] = "all",
     exponent: Annotated[float, typer.Option(help="Of the power law of term frequencies.")] = 0.8,
     save: Annotated[bool, typer.Option(help="Write benchmarks/results/search.json and .txt.")] = True,
     measure: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -308,7 +312,8 @@ def main(
     file = RESULTS / "search.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     console = Console(width=120)
-    if only in ("scoring", "all"):
+    chosen = [group for group in PAIRS if only in (group, "all")]
+    if chosen:
         queries, corpus = synthetic(QUERIES, QUERY_TERMS, 0, exponent), documents(min(docs, CHUNK), exponent)
         shares = [np.bincount(m.indices, minlength=VOCABULARY) / m.shape[0] for m in (queries, corpus)]
         results["setting"] = {
@@ -316,29 +321,15 @@ def main(
             "document_terms": corpus.nnz / corpus.shape[0], "query_terms": queries.nnz / QUERIES,
             "flops": float(shares[0] @ shares[1]),
         }  # fmt: skip
-        results["machine"] = machine()
         del corpus
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
-        for _ in range(rounds):
-            for name in CONTENDERS:
-                runs[name].append(in_fresh_process(name, docs, exponent))
-                console.print(f"{name}: {runs[name][-1]['seconds']:.2f} s", highlight=False)
-        for ours, stock in PAIRS:  # they must have computed the same
-            assert abs(runs[ours][0]["result"] - runs[stock][0]["result"]) < 1e-5, (ours, runs[ours], runs[stock])
-        results["contenders"] = {
-            name: {key: statistics.median(run[key] for run in of) for key in ("seconds", "grown_bytes", "held_bytes")}
-            for name, of in runs.items()
-        }
-        results["ratios"] = {
-            stock: {
-                key: statistics.median(b[key] / a[key] for a, b in zip(runs[ours], runs[stock], strict=True))
-                for key in ("seconds", "grown_bytes")
-            }
-            for ours, stock in PAIRS
-        }
-        results["runs"] = runs
+    for group in chosen:
+        measured = compared(PAIRS[group], docs, rounds, exponent, console)
+        for part, value in measured.items():
+            results.setdefault(part, {}).update(value)
+        results.setdefault("machine", {})[group] = describe_machine()
     if only in ("index", "all"):
         results.setdefault("index", {})[str(docs)] = in_fresh_process("index", docs, exponent)
+        results.setdefault("machine", {})["index"] = describe_machine()
     shown = tables(results)
     console.print(*shown)
     if save:

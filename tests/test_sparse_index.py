@@ -118,6 +118,8 @@ def test_bad_arguments_are_refused_by_name():
             index.search(np.eye(3), top_k)
     with pytest.raises(ValueError, match="3 queries but 1 query ids"):
         index.search(np.eye(3), 1, exclude_self=True, query_ids=["a"])
+    with pytest.raises(ValueError, match="there are 2 queries and 3 documents: give query_ids"):
+        index.search(np.ones((2, 3)), 1, exclude_self=True)
     with pytest.raises(ValueError, match="the new documents 2"):
         index.add(np.eye(2), ["d", "e"])
     with pytest.raises(ValueError, match="must be unique"):

@@ -272,6 +272,11 @@ class SparseIndex:
                 f"The queries have {matrix.shape[1]} dimensions, the index {self.dimension}: encode both by one model."
             )
         order = self._order()
+        if exclude_self and query_ids is None and matrix.shape[0] != len(self):
+            raise ValueError(
+                "exclude_self takes the queries for the indexed documents, but there are "
+                f"{matrix.shape[0]} queries and {len(self)} documents: give query_ids."
+            )
         excluded = (list(order.ids) if query_ids is None else query_ids) if exclude_self else None
         best = TopK(matrix, order, top_k, excluded=excluded, n_threads=n_threads)
         start = 0
