@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 from st_sparse_rescale.calibration.head_report import HeadReport
@@ -15,7 +16,7 @@ MAX_RMS_WEIGHT = 0.14
 """Root mean square of the weights, over texts and vocabulary, that k brings a start down to."""
 HEALTHY_RMS_WEIGHT = 0.5
 """What a head may have that is left as it is: BERT, which is best left so, has about 0.3."""
-MIN_STATE_COSINE = 0.9
+MIN_STATE_COSINE = 0.95
 """Cosine of the hidden states to those at k = 1 that dividing the shared input embeddings must leave."""
 MIN_SCORE_STD = 0.1
 """Standard deviation of a text's scores below which a start is too small: the softmax is flat, whatever the text."""
@@ -50,10 +51,11 @@ class KChoice:
     @property
     def headline(self) -> str:
         """Verdict, reason and advice in one line."""
-        if self.verdict == "healthy":
-            return f"healthy: leave k={self.k:g}; {self.reason}"
-        advice = f"; use k={self.k:g}" if self.verdict == "scale problem" else ""
-        return f"{self.verdict}: {self.reason}{advice}"
+        if self.verdict == "scale problem" and self.k != 1:
+            return f"{self.verdict}: {self.reason}; use k={self.k:g}"
+        if self.verdict in ("dense", "dead"):
+            return f"{self.verdict}: {self.reason}"
+        return f"{self.verdict}: leave k={self.k:g}; {self.reason}"
 
 
 def choose_k(report: HeadReport, strategy: Strategy = "weight") -> KChoice:
@@ -95,7 +97,7 @@ def choose_k(report: HeadReport, strategy: Strategy = "weight") -> KChoice:
     if not starts:
         raise ValueError(f'strategy="{strategy}" needs a norm before the head, and there is none: use "weight".')
 
-    bearable = [k for k, start in starts.items() if start.state_cosine >= MIN_STATE_COSINE]
+    bearable = list(takewhile(lambda k: starts[k].state_cosine >= MIN_STATE_COSINE, starts))
     enough = [k for k in bearable if starts[k].rms_weight <= MAX_RMS_WEIGHT]
     k = min(enough) if enough else max(bearable)
     reason = f"{size}, where {MAX_RMS_WEIGHT:g} is enough"

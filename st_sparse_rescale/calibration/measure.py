@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from sentence_transformers.util import batch_to_device, is_sentence_transformer_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
@@ -61,7 +61,7 @@ def measure_head(
         >>> report.decoder, report.tied
         ('cls.predictions.decoder', True)
         >>> round(report.logits.negative, 1)
-        0.9
+        1.0
     """
     chosen = _checked(shipped_texts() if texts is None else texts)
     name, transformer, encoder = _loaded(model_or_path)
@@ -177,7 +177,8 @@ def _run(transformer: Transformer, head: MLMHead, texts: list[str], k: float = 1
         for first in range(0, len(texts), BATCH):
             features = transformer.preprocess(texts[first : first + BATCH], max_length=limit)
             features = batch_to_device(features, model.device)
-            functional_call(transformer, replaced, (features,), {"output_hidden_states": True})
+            seen.clear()
+            functional_call(transformer, replaced, (features,))
             if "cu_seq_lens_q" in features:
                 counted = torch.ones(seen["states"].shape[:2], dtype=torch.bool, device=model.device)
                 lengths += features["cu_seq_lens_q"].diff().tolist()
@@ -185,26 +186,41 @@ def _run(transformer: Transformer, head: MLMHead, texts: list[str], k: float = 1
                 counted = features["attention_mask"].bool()
                 lengths += counted.sum(dim=1).tolist()
             states.append(seen["states"][counted].float())
-            if seen["inputs"] is not None:
+            if "inputs" in seen:
                 inputs.append(seen["inputs"][counted].float())
     return _Tokens(lengths, torch.cat(states), torch.cat(inputs) if inputs else None)
 
 
 @contextmanager
-def _watched(model: PreTrainedModel, head: MLMHead) -> Iterator[dict[str, Any]]:
-    """Catch what enters encoder and decoder, and leave the decoder a single position to multiply."""
-    seen: dict[str, Any] = {"inputs": None}
+def _watched(model: PreTrainedModel, head: MLMHead) -> Iterator[dict[str, Tensor]]:
+    """Catch what enters encoder and decoder, and leave the decoder a single position to multiply.
 
-    def before_decoder(_: Any, args: tuple[Tensor]) -> tuple[Tensor]:
+    Not by ``output_hidden_states``, for which transformers hooks every layer for good: such a model cannot be pickled.
+    """
+    seen: dict[str, Tensor] = {}
+
+    def before_layer(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values = (*args, *kwargs.values())
+        seen.setdefault("inputs", next(v for v in values if isinstance(v, Tensor) and v.is_floating_point()))
+
+    def before_decoder(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         seen["states"] = args[0]
         return (args[0][:, :1],)
 
-    def after_encoder(_: Any, __: Any, output: Any) -> None:
-        hidden_states = getattr(output, "hidden_states", None)
-        seen["inputs"] = hidden_states[0] if hidden_states else None
-
-    with head.decoder.register_forward_pre_hook(before_decoder), model.base_model.register_forward_hook(after_encoder):
+    with ExitStack() as hooks:
+        hooks.enter_context(head.decoder.register_forward_pre_hook(before_decoder))
+        if (layer := _first_layer(model)) is not None:
+            hooks.enter_context(layer.register_forward_pre_hook(before_layer, with_kwargs=True))
         yield seen
+
+
+def _first_layer(model: PreTrainedModel) -> nn.Module | None:
+    """The first of the encoder's layers: of its first list of modules."""
+    lists = (module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module))
+    layer: nn.Module | None = next(lists, None)
+    while isinstance(layer, nn.ModuleList):
+        layer = layer[0]
+    return layer
 
 
 def _starts(
@@ -218,11 +234,13 @@ def _starts(
         maxima = plain if k == 1 else logits.maxima(then.states / k, then.lengths, head)
         inputs = None if tokens.inputs is None or then.inputs is None else _cosine(tokens.inputs, then.inputs)
         yield Start(float(k), "weight", inputs, _cosine(tokens.states, then.states), **describe_logits(maxima))
-    if head.norm is not None:
+    if head.norm is not None and len(ks) > 1:
         for k in ks:
             yield Start(float(k), "norm", 1.0, 1.0, **describe_logits(plain / k))
 
 
 def _cosine(one: Tensor, other: Tensor) -> float:
-    """Mean over the tokens."""
-    return 1.0 if one is other else cosine_similarity(one, other, dim=1).mean().item()
+    """Mean over the tokens, of what tells them apart: a direction that all share would hide any change."""
+    if one is other:
+        return 1.0
+    return cosine_similarity(one - one.mean(dim=0), other - other.mean(dim=0), dim=1).mean().item()

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from st_sparse_rescale.calibration.choice import MAX_RMS_WEIGHT, MIN_STATE_COSINE, KChoice
 from st_sparse_rescale.calibration.head_report import HeadReport
@@ -66,7 +67,7 @@ def _draw_logits(axes: Axes, report: HeadReport) -> None:
     for number, (share, value) in enumerate(BERT_QUANTILES.items()):
         axes.axvline(value, color="C1", linestyle="--", label=None if number else "quantiles of BERT")
         axes.text(value, 0.97, f"{share} ", color="C1", fontsize=8, rotation=90, ha="right", va="top", transform=mixed)
-    axes.set(xlabel="raw logit", ylabel="density")
+    axes.set(xlabel="raw logit", ylabel="density", ylim=(0, 1.3 * axes.get_ylim()[1]))
     axes.set_title(f"raw logits, {logits.negative:.0%} negative", fontsize=10)
     axes.legend(fontsize=8)
 
@@ -76,12 +77,22 @@ def _draw(
 ) -> None:
     for strategy, style in STYLES.items():
         starts = report.at(strategy)
-        axes.plot(list(starts), [value(start) for start in starts.values()], style, markersize=4, label=strategy)
+        axes.plot(
+            list(starts),
+            [value(start) for start in starts.values()],
+            style,
+            markersize=4,
+            markerfacecolor="none",
+            label=strategy,
+        )
     axes.axvline(choice.k, color="C2", linewidth=5, alpha=0.3)
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(report.at("weight")), [f"{k:g}" for k in report.at("weight")])
     if log:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter("{x:,g}")
     axes.set(xlabel="k")
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)

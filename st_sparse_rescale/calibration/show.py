@@ -77,15 +77,14 @@ def starts_table(report: HeadReport) -> Table:
         A row for each; the columns are attributes of `Start`.
     """
     title = "As it is" if len(report.starts) == 1 else "What a training would start from"
-    table = Table(title=title, title_justify="left", show_edge=False)
-    header = ("k", "strategy", "hidden\ncosine", "active\ndims", "rms\nweight", "max.\nweight")
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))  # 80 columns are enough
+    header = ("k", "strategy", "input\ncosine", "hidden\ncosine", "active\ndims", "rms\nweight")
     for name in (*header, "score\nstd", "entropy", "loss", "gradient", "FLOPS\n/ loss"):
-        table.add_column(name, justify="left" if name == "strategy" else "right")
+        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
     strategies: tuple[Strategy, ...] = ("weight", "norm")
     for strategy in strategies:
         for start in report.at(strategy).values():
             table.add_row(*_cells(start))
-        table.add_section()
     return table
 
 
@@ -147,10 +146,10 @@ def _cells(start: Start) -> list[str]:
     return [
         f"{start.k:g}",
         start.strategy,
+        "-" if start.input_cosine is None else f"{start.input_cosine:.3f}",
         f"{start.state_cosine:.3f}",
         f"{start.active_dims:,.0f}",
         f"{start.rms_weight:.3f}",
-        f"{start.max_weight:.2f}",
         f"{start.score_std:,.3g}",
         f"{start.entropy:.2f}",
         f"{start.loss:,.4g}",

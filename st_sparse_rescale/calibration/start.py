@@ -21,9 +21,10 @@ class Start:
     Attributes:
         k: What the head was divided by.
         strategy: What of it was divided.
-        input_cosine: How alike the encoder's input (the first of its hidden states) is to that at k = 1: mean cosine
-            over the tokens; None where a model does not tell its hidden states.
-        state_cosine: The same of what enters the decoder.
+        input_cosine: How alike the encoder's input (what enters its first layer) is to that at k = 1: mean over the
+            tokens of the cosine of the two vectors, each less the mean vector of its k, which would hide any change;
+            None where the encoder has no list of layers.
+        state_cosine: The same of what enters the decoder, the last hidden states.
         active_dims: Terms of positive weight, mean over the texts.
         empty: Share of texts without any.
         mean_weight: Mean weight over all texts and terms, zeros included.

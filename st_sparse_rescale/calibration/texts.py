@@ -39,12 +39,15 @@ def read_texts(path: str | Path) -> list[str]:
     if path.suffix.lower() == ".txt":
         found = path.read_text(encoding="utf-8-sig").split("\n")
     else:
-        found = [
-            value
-            for _, row in read_rows(path)
-            for column, value in row.items()
-            if isinstance(value, str) and column not in IDENTIFIERS
-        ]
+        try:
+            found = [
+                value
+                for _, row in read_rows(path)
+                for column, value in row.items()
+                if isinstance(value, str) and column not in IDENTIFIERS
+            ]
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
     texts = [text.strip() for text in found if text.strip()]
     if not texts:
         raise ValueError(f"{path} holds no texts.")
