@@ -46,7 +46,6 @@ def test_train_prints_its_resolved_recipe_and_leaves_a_model(run, tmp_path):
         ({"k": "-3"}, "k=-3"),
         ({"k": "nan"}, "k=nan"),
         ({"k": "big"}, "k='big'"),
-        ({"k": "auto"}, "auto"),
         ({"model": "/no/such/model"}, "'/no/such/model' cannot be loaded: it is no folder"),
         ({"model": None}, "names no model: give a checkpoint (--model)"),
         ({"train": None}, "names no training data: give a file or a hub name (--train)"),

@@ -337,7 +337,6 @@ def test_bad_k_is_refused_before_anything_is_loaded(k: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"k": "auto"}, "16 for ModernBERT"),
         ({"strategy": "both"}, "strategy='both'"),
         ({"k": 2, "calibration_texts": ["water"]}, 'k="auto"'),
         ({"k": 2, "backend": "onnx"}, "backend='onnx'"),

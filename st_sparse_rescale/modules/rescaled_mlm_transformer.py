@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -12,6 +13,7 @@ from sentence_transformers.base.model_card import BaseModelCardData
 from sentence_transformers.base.modules import Module, Transformer
 from sentence_transformers.sparse_encoder import modules as stock
 
+from st_sparse_rescale.calibration import KChoice, choose_k, measure_head
 from st_sparse_rescale.heads import MLMHead, UnsupportedHeadError
 from st_sparse_rescale.modules.hand_over import (
     DECODER_INPUT,
@@ -25,6 +27,8 @@ from st_sparse_rescale.modules.splade_pooling import SpladePooling
 from st_sparse_rescale.modules.stock_checkpoint import SavedAsStock
 from st_sparse_rescale.rescaling import Strategy, recorded_rescale, rescale_mlm_head, validate_k, validate_strategy
 from st_sparse_rescale.trained_head import require_trained_head
+
+logger = logging.getLogger(__name__)
 
 CITATION = """\
 @misc{rescaling-mlm-head,
@@ -48,9 +52,11 @@ class RescaledMLMTransformer(SavedAsStock, Transformer):
 
     Args:
         model_name_or_path: Folder or hub name of a masked language model.
-        k: What the logits are divided by: a positive number, or None to take the checkpoint as it is.
+        k: What the logits are divided by: a positive number; "auto" to measure the head and choose (see `choose_k`),
+            or to keep what the checkpoint records; or None to take the checkpoint as it is.
         strategy: "weight" divides the decoder matrix, "norm" the norm before it and the bias.
-        calibration_texts: Texts to measure the head on, for ``k="auto"``.
+        calibration_texts: Texts to measure the head on, for ``k="auto"``; by default the shipped ones.
+        reason: How k was chosen, for the record; "auto" gives its own.
         **transformer_kwargs: Keyword arguments of ``Transformer``, such as ``max_seq_length``, ``model_kwargs``,
             ``processor_kwargs``, ``config_kwargs``.
 
@@ -75,6 +81,8 @@ class RescaledMLMTransformer(SavedAsStock, Transformer):
     """Whether the pooling gets the decoder's input instead of the logits; found out when the model is built."""
     rescaled_here: bool = False
     """Whether the head was divided in memory and not yet on disk."""
+    k_choice: KChoice | None = None
+    """What was chosen for ``k="auto"``, with its evidence."""
 
     def __init__(
         self,
@@ -83,17 +91,13 @@ class RescaledMLMTransformer(SavedAsStock, Transformer):
         k: float | Literal["auto"] | None = None,
         strategy: Strategy = "weight",
         calibration_texts: Sequence[str] | None = None,
+        reason: str = "given",
         **transformer_kwargs: Any,
     ) -> None:
         if k is not None:
             k = validate_k(k)
-        if k == "auto":
-            raise ValueError(
-                'k="auto" cannot measure a head yet. Give a number; the values of arXiv:2606.18811 are 16 for '
-                "ModernBERT and Ettin, 2 for RoBERTa, and 1 for others."
-            )
         validate_strategy(strategy)
-        if calibration_texts is not None:
+        if calibration_texts is not None and k != "auto":
             raise ValueError(f'calibration_texts are for k="auto", and k is {k!r}: leave one of them out.')
         if (task := transformer_kwargs.setdefault("transformer_task", "fill-mask")) != "fill-mask":
             raise ValueError(f"transformer_task={task!r}: SPLADE reads its vectors from an MLM head, so leave it out.")
@@ -110,8 +114,15 @@ class RescaledMLMTransformer(SavedAsStock, Transformer):
         )
         super().__init__(model_name_or_path, **transformer_kwargs)
         recorded = recorded_rescale(self.model)
+        if k == "auto" and recorded is not None:
+            logger.warning("%s records k=%g (%s), which is kept.", model_name_or_path, recorded.k, recorded.strategy)
+            k = None
+        elif k == "auto":
+            self.k_choice = choose_k(measure_head(self, calibration_texts), strategy)
+            k, reason = self.k_choice.k, self.k_choice.reason
+            logger.info("%s: %s", model_name_or_path, self.k_choice.headline)
         if k is not None:
-            rescale_mlm_head(self.model, k, strategy)
+            rescale_mlm_head(self.model, k, strategy, reason=reason)
         self.rescaled_here = recorded is None and recorded_rescale(self.model) is not None
         self._refuse_adapter_without_base()
 
@@ -178,6 +189,8 @@ class RescaledMLMTransformer(SavedAsStock, Transformer):
 
     def __repr__(self) -> str:
         rescale = recorded_rescale(self.model)
-        settings = {"k": 1.0} if rescale is None else dataclasses.asdict(rescale)
+        settings: dict[str, Any] = {"k": 1.0} if rescale is None else dataclasses.asdict(rescale)
+        if self.k_choice is not None:
+            settings["reason"] = self.k_choice.reason  # of which k = 1 leaves no record
         architecture = type(self.model).__name__
         return f"{type(self).__name__}({self.get_config_dict() | {'architecture': architecture} | settings})"
