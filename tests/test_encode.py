@@ -24,6 +24,7 @@ from st_sparse_rescale.evaluation.csr import as_csr
 from st_sparse_rescale.rows import DataError
 from st_sparse_rescale.serving import Corpus, Shards, encode_corpus
 from st_sparse_rescale.serving.corpus import ShardReader
+from tests.shard_files import make_shards
 from tests.tiny_models import TEXTS
 
 DOCUMENTS = {f"d{number}": f"{text} {text[: number % 37]}".strip() for number, text in enumerate(TEXTS * 3)}
@@ -150,6 +151,13 @@ def test_shards_hold_the_models_vectors_in_the_order_of_the_corpus(model, tmp_pa
     table = pq.read_table(tmp_path / "out" / "shard-00000.parquet")
     assert table.column_names == ["id", "indices", "values"]
     assert len(shards) == len(DOCUMENTS)
+
+
+def test_shards_are_read_in_small_batches(tmp_path):
+    dense = np.random.default_rng(0).random((2_500, 4)).astype(np.float32)
+    shards = make_shards(tmp_path / "shards", dense, [f"d{n}" for n in range(2_500)], shard_size=2_100)
+    assert [len(batch.ids) for batch in shards] == [1_024, 1_024, 52, 400]
+    assert np.array_equal(np.vstack([batch.vectors.toarray() for batch in shards]), dense)
 
 
 def test_exact_search_over_shards_equals_that_over_embeddings(model, tmp_path):

@@ -194,6 +194,17 @@ def test_lucenes_nine_bits_are_those_of_its_feature_field(shards):
         assert 0 <= (value - cut) / value < 2**-8
 
 
+def test_the_overlap_of_lucene_is_that_of_its_nine_bits(tmp_path):
+    weights = 1 + np.arange(100, dtype=np.float32)[:, None] / 25_600  # all equal to Lucene
+    shards = make_shards(tmp_path / "shards", weights, [f"d{i:02d}" for i in range(100)])
+    query = make_shards(tmp_path / "query", np.ones((1, 1)), ["q"])
+    overlaps = {
+        to: export(shards, to, tmp_path / to, queries=query, show_progress_bar=False).overlap
+        for to in ("elasticsearch", "opensearch", "qdrant")
+    }
+    assert overlaps == {"elasticsearch": 0.0, "opensearch": 0.0, "qdrant": 1.0}
+
+
 def test_tokens_that_an_engine_does_not_take_are_called_by_their_number():
     vocabulary = Vocabulary(tuple(TOKENS))
     names = {to: TARGETS[to](vocabulary).names for to in ("elasticsearch", "anserini", "vespa", "seismic")}
