@@ -316,11 +316,14 @@ def main(
     if chosen:
         queries, corpus = synthetic(QUERIES, QUERY_TERMS, 0, exponent), documents(min(docs, CHUNK), exponent)
         shares = [np.bincount(m.indices, minlength=VOCABULARY) / m.shape[0] for m in (queries, corpus)]
-        results["setting"] = {
+        setting = {
             "documents": docs, "queries": QUERIES, "top_k": TOP_K, "rounds": rounds, "exponent": exponent,
             "document_terms": corpus.nnz / corpus.shape[0], "query_terms": queries.nnz / QUERIES,
             "flops": float(shares[0] @ shares[1]),
         }  # fmt: skip
+        if save and only != "all" and results.get("setting", setting) != setting:
+            raise SystemExit(f"{file} holds results of another setting: measure all, or take --no-save.")
+        results["setting"] = setting
         del corpus
     for group in chosen:
         measured = compared(PAIRS[group], docs, rounds, exponent, console)

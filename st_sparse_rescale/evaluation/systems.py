@@ -7,6 +7,7 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, TypeAlias
 
+import torch
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SparseAutoEncoder
@@ -80,8 +81,7 @@ def _sparse(model: Sparse) -> SparseEncoder:
 
 def _require_trained(name: str, model: SparseEncoder) -> None:
     """Refuse what would run on random weights, of which sentence-transformers tells its log only."""
-    first = model[0]
-    if isinstance(first, Transformer) and first.transformer_task == "fill-mask" and first.backend == "torch":
+    if _shows_its_head(model[0]):
         require_trained_head(name)
     saved = load_file_path(name, "modules.json")
     known = Path(saved).read_text(encoding="utf-8") if saved else ""
@@ -90,6 +90,13 @@ def _require_trained(name: str, model: SparseEncoder) -> None:
             f"{name} holds no sparse encoder: sentence-transformers would put a new SparseAutoEncoder, random and "
             "untrained, on top of it. Pass a trained sparse encoder, or a masked language model with its head."
         )
+
+
+def _shows_its_head(module: torch.nn.Module) -> bool:
+    """Whether it is a masked language model that torch runs, and not quantised."""
+    if not isinstance(module, Transformer) or module.transformer_task != "fill-mask" or module.backend != "torch":
+        return False
+    return getattr(module.model.config, "quantization_config", None) is None
 
 
 def _transformers(model: SparseEncoder) -> list[Transformer]:
