@@ -83,7 +83,9 @@ def outcomes_of(results: Iterable[dict[str, Any]], recipe: str = "sweep") -> dic
         setting = Setting(
             result["backbone"], settings["k"], settings["strategy"], settings["head_learning_rate_factor"], others
         )
-        found.setdefault(setting, Outcome(setting)).runs.append(result)
+        runs = found.setdefault(setting, Outcome(setting)).runs
+        if all(run["settings"]["seed"] != settings["seed"] for run in runs):  # else it is the same run, of two sweeps
+            runs.append(result)
     return found
 
 
