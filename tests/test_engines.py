@@ -29,6 +29,7 @@ from st_sparse_rescale.jsonl import write_jsonl
 from st_sparse_rescale.serving import TARGETS, encode_corpus, export, load_target, overlap
 from st_sparse_rescale.serving.targets.target import Target
 from tests import engine_schemas as schemas
+from tests.shard_files import make_shards
 from tests.tiny_models import TEXTS
 
 SHARED = Path(os.environ.get("ST_SPARSE_RESCALE_DATA", Path(__file__).parents[2] / "shared" / "data"))
@@ -94,23 +95,27 @@ def assert_same(found, collection):
     assert overlap(found, exact) > 0.995
 
 
-def test_qdrant(collection, exported):
+def qdrant_search(folder, report):
     qdrant = pytest.importorskip("qdrant_client", reason="needs Qdrant's client: pip install qdrant-client")
-    report, folder, target = exported("qdrant")
-    client = qdrant.QdrantClient(":memory:")
+    client, target = qdrant.QdrantClient(":memory:"), load_target(folder)
     settings = json.loads((folder / "collection.json").read_text())
     sparse = {name: qdrant.models.SparseVectorParams(**given) for name, given in settings["sparse_vectors"].items()}
     client.create_collection("documents", vectors_config=settings["vectors"], sparse_vectors_config=sparse)
-    points = [qdrant.models.PointStruct(**row) for row in rows(folder, report)]
-    client.upload_points("documents", points)
-    assert client.count("documents").count == report.documents == len(collection[0])
-    found = []
-    for vector in collection[2]:
+    client.upload_points("documents", [qdrant.models.PointStruct(**row) for row in rows(folder, report)])
+    assert client.count("documents").count == report.documents
+
+    def search(vector):
         asked = target.query(vector, TOP_K)
         asked["query"] = qdrant.models.SparseVector(**asked["query"])
-        hits = client.query_points("documents", **asked).points
-        found.append([(hit.payload["id"], hit.score) for hit in hits])
-    assert_same(found, collection)
+        return [(hit.payload["id"], hit.score) for hit in client.query_points("documents", **asked).points]
+
+    return search
+
+
+def test_qdrant(collection, exported):
+    report, folder, _ = exported("qdrant")
+    assert report.documents == len(collection[0])
+    assert_same([*map(qdrant_search(folder, report), collection[2])], collection)
 
 
 @pytest.mark.slow
@@ -203,24 +208,39 @@ def postgres():
         shutil.rmtree(folder)
 
 
-@pytest.mark.slow
-def test_pgvector(collection, exported, postgres):
-    report, folder, target = exported("pgvector")
+def pgvector_search(postgres, folder, report):
+    target = load_target(folder)
 
-    def psql(*commands: str) -> str:
+    def psql(*commands: str) -> list[list[str]]:
         arguments = [part for command in commands for part in ("-c", command)]
-        run = subprocess.run([*postgres, "-v", "ON_ERROR_STOP=1", "-At", *arguments], capture_output=True, text=True)
+        separated = ["-v", "ON_ERROR_STOP=1", "-At", "-R", "\x1e", "-F", "\x1f"]  # by what no id holds
+        run = subprocess.run([*postgres, *separated, *arguments], capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
-        return run.stdout
+        return [row.split("\x1f") for row in run.stdout.removesuffix("\n").split("\x1e")]
 
     psql((folder / "schema.sql").read_text(), *(f"\\copy documents from '{folder / file}'" for file in report.files))
-    assert psql("SELECT count(*) FROM documents").strip() == str(report.documents)
-    found = []
-    for vector in collection[2]:
-        lines = psql(target.query(vector, TOP_K)).splitlines()
-        found.append([(id, float(score)) for id, score in (line.rsplit("|", 1) for line in lines)])
-    assert_same(found, collection)
-    assert found[0][0][1] == pytest.approx(float(psql(target.query(collection[2][0], 1)).rsplit("|", 1)[1]))
+    assert psql("SELECT count(*) FROM documents") == [[str(report.documents)]]
+    return lambda vector: [(id, float(score)) for id, score in psql(target.query(vector, TOP_K))]
+
+
+@pytest.mark.slow
+def test_pgvector(collection, exported, postgres):
+    report, folder, _ = exported("pgvector")
+    assert report.documents == len(collection[0])
+    assert_same([*map(pgvector_search(postgres, folder, report), collection[2])], collection)
+
+
+def test_strange_ids_and_empty_vectors_arrive(tmp_path, postgres):
+    ids = ["tab\tand\\n", "new\nline", "'; DROP TABLE documents; --", "ünïcode 文", "empty"]
+    weights = [5.0, 4.0, 3.0, 2.0, 0.0]
+    shards = make_shards(tmp_path / "shards", np.diag(weights), ids)
+    for to in ("qdrant", "pgvector"):
+        report, folder = export(shards, to, tmp_path / to, show_progress_bar=False), tmp_path / to
+        search = qdrant_search(folder, report) if to == "qdrant" else pgvector_search(postgres, folder, report)
+        assert report.documents == 5
+        found = search(np.ones(5))
+        assert found[:4] == [*zip(ids[:4], weights[:4], strict=True)]
+        assert found[4:] == ([] if to == "qdrant" else [("empty", 0.0)])
 
 
 @pytest.mark.parametrize("to", ["anserini", "elasticsearch", "elasticsearch-rank-features", "opensearch", "vespa"])

@@ -177,6 +177,13 @@ def test_the_overlap_is_that_of_the_top_10_by_brute_force(tmp_path):
         export(documents, "qdrant", tmp_path / "no", queries=other, show_progress_bar=False)
 
 
+def test_a_single_document_is_exported_though_nothing_can_be_compared(tmp_path):
+    shards = make_shards(tmp_path / "shards", np.ones((1, 2)), ["only"])
+    report = export(shards, "qdrant", tmp_path / "out", show_progress_bar=False)
+    assert (report.documents, report.overlap) == (1, None)
+    assert "not measured" in report.summary()
+
+
 def test_overlap_by_hand():
     assert overlap([[("a", 2), ("c", 1)], [("x", 1)]], [[("a", 2), ("b", 1)], [("x", 1)]]) == 0.75
     assert overlap([[("b", 2), ("a", 1)]], [[("a", 2), ("b", 1)]]) == 1.0  # as sets
@@ -280,6 +287,7 @@ def test_what_cannot_be_exported_is_refused_by_name(shards, tmp_path):
     nothing = make_shards(tmp_path / "nothing", np.zeros((1, 2)), ["n"])
     with pytest.raises(ValueError, match="No document has a term"):
         export(nothing, "qdrant", tmp_path / "none", show_progress_bar=False)
+    assert not (tmp_path / "none").exists()
     with pytest.raises(IndexFileError, match="is not a folder of encoded texts"):
         export(tmp_path, "qdrant", tmp_path / "none", show_progress_bar=False)
     with pytest.raises(ValueError, match="is no export"):

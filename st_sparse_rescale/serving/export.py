@@ -49,8 +49,8 @@ class Export:
     """Weights of dimensions that are no tokens, left out."""
     scale: float
     """What weights were multiplied by to become integers; 1 for engines with floats."""
-    overlap: float
-    """Share of the exact top 10, of all weights as floats, that these weights find."""
+    overlap: float | None
+    """Share of the exact top 10, of all weights as floats, that these weights find; ``None`` if no query finds any."""
     queries: str
     """Whose top 10 that is."""
     files: list[str]
@@ -60,10 +60,11 @@ class Export:
         """Tell people what was exported."""
         left_out = f", {self.skipped:,} without a term left out" if self.skipped else ""
         no_tokens = f", {self.no_tokens:,} weights of what is no token left out" if self.no_tokens else ""
+        overlap = "not measured, no query finds anything" if self.overlap is None else f"{self.overlap:.3f}"
         return (
             f"{self.documents:,} documents with {self.weights / max(self.documents, 1):.1f} terms each for "
             f"{TARGETS[self.target].engine}{left_out}{no_tokens}. Overlap of the top {TOP_K} with exact search, by "
-            f"{self.queries} as queries: {self.overlap:.3f}."
+            f"{self.queries} as queries: {overlap}."
         )
 
 
@@ -127,14 +128,15 @@ def export(
         raise FileExistsError(f"{output} is there already: choose another folder, or delete it.")
     limits: dict[str, Any] = {"top_k": top_k, "threshold": threshold, "mass": mass}
     prune(sparse.csr_matrix((1, 1), dtype=np.float32), **limits)  # refuses them before any work
+    target = TARGETS[to](shards.vocabulary, name=name)
 
     def documents(stage: str) -> Iterator[Batch]:
         batches = _shown(shards, stage, show_progress_bar)
         return combine_chunks(batches, separator) if combine else batches
 
     survey = _Survey(documents("Reading"), shards.vocabulary, every=max(1, len(shards) // SAMPLE))
-    scale = levels / survey.largest if TARGETS[to].integers else 1.0
-    target = TARGETS[to](shards.vocabulary, name=name, scale=scale)
+    if target.integers:
+        target.scale = levels / survey.largest
     comparison = _Comparison(target, survey, None if queries is None else _queries(queries, shards))
     output.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(output) as partial:
@@ -153,7 +155,7 @@ def export(
             skipped=writer.skipped,
             weights=writer.weights,
             no_tokens=survey.no_tokens,
-            scale=scale,
+            scale=target.scale,
             overlap=comparison.overlap(),
             queries=comparison.queries,
             files=[file.name for file in writer.files],
@@ -177,7 +179,7 @@ def load_target(folder: str | Path) -> Target:
         ::
 
             target = load_target("exported")
-            client.query_points("documents", **target.query(model.encode_query("sparse retrieval")))
+            client.search(index="documents", **target.query(model.encode_query("sparse retrieval")))  # Elasticsearch
     """
     try:
         report = json.loads((Path(folder) / REPORT).read_text(encoding="utf-8"))
@@ -229,8 +231,9 @@ class _Comparison:
         self._engine.add(self._target.searched(written), self._start)
         self._start += exact.shape[0]
 
-    def overlap(self) -> float:
-        return overlap(self._engine.hits(), self._exact.hits(), TOP_K)
+    def overlap(self) -> float | None:
+        exact = self._exact.hits()
+        return overlap(self._engine.hits(), exact, TOP_K) if any(exact) else None
 
 
 class _Writer:

@@ -31,7 +31,10 @@ class QdrantTarget(Target):
         return {"collection.json": json_file({"vectors": {}, "sparse_vectors": {"vector": {}}})}
 
     def query(self, vector: Embeddings, top_k: int = 10) -> dict[str, Any]:
-        """The body of ``POST /collections/NAME/points/query``; the arguments of the client's ``query_points``."""
+        """The body of ``POST /collections/NAME/points/query``.
+
+        The client's ``query_points`` takes the same arguments, ``query`` as ``models.SparseVector(**query)``.
+        """
         return {"query": self._vector(*self._one(vector)), "using": "vector", "limit": top_k, "with_payload": True}
 
     @staticmethod
