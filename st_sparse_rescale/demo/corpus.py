@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-import json
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +20,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from st_sparse_rescale.jsonl import write_jsonl
 from st_sparse_rescale.whole import written_whole
 
 SPLITS = ("train", "dev", "test")
@@ -225,7 +225,7 @@ def write_corpus(corpus: DocstringCorpus, folder: str | Path, num_queries: int =
     folder = Path(folder)
     with written_whole(folder) as partial:
         partial.mkdir(parents=True)
-        _write_jsonl(partial / "train.jsonl", ({"query": p.query, "positive": p.document} for p in corpus.train))
+        write_jsonl(partial / "train.jsonl", ({"query": p.query, "positive": p.document} for p in corpus.train))
         for split, pairs in (("dev", corpus.dev), ("test", corpus.test)):
             asked = random.Random(seed).sample(pairs, min(num_queries, len(pairs)))
             _write_collection(partial / split, pairs, asked)
@@ -234,15 +234,10 @@ def write_corpus(corpus: DocstringCorpus, folder: str | Path, num_queries: int =
 
 def _write_collection(folder: Path, pairs: list[DocstringPair], asked: list[DocstringPair]) -> None:
     (folder / "qrels").mkdir(parents=True)
-    _write_jsonl(folder / "corpus.jsonl", ({"_id": p.id, "title": "", "text": p.document} for p in pairs))
-    _write_jsonl(folder / "queries.jsonl", ({"_id": f"query:{p.id}", "text": p.query} for p in asked))
+    write_jsonl(folder / "corpus.jsonl", ({"_id": p.id, "title": "", "text": p.document} for p in pairs))
+    write_jsonl(folder / "queries.jsonl", ({"_id": f"query:{p.id}", "text": p.query} for p in asked))
     judgements = ["query-id\tcorpus-id\tscore", *(f"query:{p.id}\t{p.id}\t1" for p in asked)]
     (folder / "qrels" / "test.tsv").write_text("\n".join(judgements) + "\n", encoding="utf-8")
-
-
-def _write_jsonl(file: Path, rows: Iterable[dict[str, str]]) -> None:
-    with file.open("w", encoding="utf-8", newline="\n") as out:
-        out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _unique(pairs: Iterable[DocstringPair]) -> Iterator[DocstringPair]:

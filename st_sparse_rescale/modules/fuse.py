@@ -11,7 +11,6 @@ from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sparse_encoder import modules as stock
 from torch import nn
 
-from st_sparse_rescale.modules.hand_over import HandOverDecoder
 from st_sparse_rescale.modules.rescaled_mlm_transformer import RescaledMLMTransformer
 from st_sparse_rescale.modules.splade_pooling import SpladePooling, special_tokens
 from st_sparse_rescale.modules.stock_checkpoint import SavedAsStock, become_stock, set_children
@@ -78,9 +77,6 @@ def unfuse(model: Model) -> Model:
     Returns:
         The same model, as plain sentence-transformers would have loaded it.
     """
-    for module in model.modules():
-        if type(module) is HandOverDecoder:
-            module.__class__ = nn.Linear  # type: ignore[assignment]
     become_stock(model)
     return model
 

@@ -84,7 +84,7 @@ def mine(
         sparse: Search by this sparse model.
         dense: Search by this dense model (extra ``eval``).
         corpus: Documents to search beside the positives: rows with ``text`` and perhaps ``title``, joined by a blank,
-            such as BEIR's ``corpus.jsonl``.
+            such as BEIR's ``corpus.jsonl``, or a folder that holds one.
         cross_encoder: Scores the candidates and positives anew for the filters; the ranks follow its scores.
         columns: Role to the name its column has in the source.
         index: Folder for the index of a sparse model, which is then kept and used again; otherwise a temporary one.
@@ -151,6 +151,8 @@ def _texts(corpus: str | Path | Dataset | None) -> Iterator[str]:
     if corpus is None:
         return
     name = "the corpus" if isinstance(corpus, Dataset) else str(corpus)
+    if not isinstance(corpus, Dataset) and Path(corpus).is_dir():
+        corpus = Path(corpus) / "corpus.jsonl"
     try:
         for place, row in read_rows(corpus):
             text = row.get("text")

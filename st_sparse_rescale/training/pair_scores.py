@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,19 +12,19 @@ from torch import nn
 
 from st_sparse_rescale.evaluation.encoding import Task, encode_texts
 from st_sparse_rescale.evaluation.retrieval import similarity_scale
-from st_sparse_rescale.modules import fuse
+from st_sparse_rescale.evaluation.systems import Systems
 
 Pair = tuple[str, str]
 PairScorer = Callable[[Sequence[Pair]], list[float]]
 
 
 def load_sparse(model: str | Path | SparseEncoder) -> SparseEncoder:
-    """Load a sparse model, with the fused head if it is a SPLADE model; one that is loaded is taken as it is."""
-    if isinstance(model, SparseEncoder):
-        return model
-    loaded = SparseEncoder(str(model))
-    with contextlib.suppress(ValueError):  # no SPLADE model: it runs as it is
-        fuse(loaded)
+    """Load a sparse model as an evaluation does; one that is loaded is taken as it is.
+
+    Raises:
+        ValueError: Parts of it are untrained, such as the head.
+    """
+    [loaded] = Systems([model]).sparse.values()
     return loaded
 
 
