@@ -136,10 +136,7 @@ def test_milvus(collection, exported, tmp_path):
         kind = wanted["params"]["index_type"]
         index.add_index(wanted["fieldName"], index_type=kind, metric_type=wanted["metricType"])
     client.create_collection("documents", schema=schema, index_params=index)
-    inserted = [
-        row | {"vector": {int(term): weight for term, weight in row["vector"].items()}} for row in rows(folder, report)
-    ]
-    client.insert("documents", inserted)
+    client.insert("documents", list(rows(folder, report)))
     found = []
     for vector in collection[2]:
         (hits,) = client.search(**target.query(vector, TOP_K))

@@ -14,7 +14,7 @@ MAX_ID_BYTES = 65_535
 
 
 class MilvusTarget(Target):
-    """A row a line, as the client's ``insert`` takes them once the terms are numbers again, and as bulk import does."""
+    """A row a line, as the client's ``insert`` takes them."""
 
     engine = "Milvus"
 
