@@ -95,6 +95,7 @@ def test_columns_are_found_by_name_or_told(tmp_path):
         (['{"_id": "a", "text": null}'], r"line 1: 'text' must be text, but is None"),
         (['{"_id": "", "text": "x"}'], r"line 1: '_id' must be an id"),
         (['{"_id": "a", "text": "x"}', "{"], "line 2: not valid JSON"),
+        (['{"_id": "a", "text": "x \\ud800"}'], r"line 1: 'text' holds .* at position 2, half a surrogate pair"),
         ([], "there are no documents to encode"),
     ],
 )  # fmt: skip
@@ -104,6 +105,12 @@ def test_what_is_wrong_with_a_corpus_is_said_before_any_work(tmp_path, lines, me
     with pytest.raises(DataError, match=rf"c\.jsonl.*{message}"):
         encode("no model is loaded", file, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_title_is_not_lost_where_the_first_row_has_none(tmp_path):
+    file = tmp_path / "c.jsonl"
+    file.write_text('{"_id": "a", "text": "x"}\n{"_id": "b", "title": "T", "text": "y"}\n{"_id": "c", "text": ""}\n')
+    assert [document.text for document in Corpus(file)] == ["x", "T y", ""]
 
 
 def test_a_missing_file_is_named(tmp_path):

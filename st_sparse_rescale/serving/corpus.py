@@ -18,7 +18,6 @@ from st_sparse_rescale.rows import DataError, Row, read_rows
 
 ID_NAMES = ("_id", "id", "docid", "doc_id", "pid", "qid")
 TEXT_NAMES = ("text", "contents", "content", "document", "passage", "query")
-TITLE_NAMES = ("title",)
 
 
 class Document(NamedTuple):
@@ -53,7 +52,7 @@ class Corpus:
             as ``owner/name[:config[:split]]``, or texts by id.
         id_column: Column of the ids; by default ``_id``, ``id``, ``docid``... whichever is there.
         text_column: Column of the texts; by default ``text``, ``contents``, ``document``...
-        title_column: Column of a title to put in front of the text; by default ``title``, if there is one.
+        title_column: Column of a title to put in front of the text; by default ``title``, where a row has one.
         parent_column: Column with the id of the document that a chunk belongs to.
 
     Example:
@@ -176,12 +175,10 @@ class _Columns:
         self.parent = self._given(corpus.parent_column)
         self.id = self._given(corpus.id_column) or self._first(ID_NAMES, "id")
         self.text = self._given(corpus.text_column) or self._first(TEXT_NAMES, "text")
-        self.title = self._given(corpus.title_column) or next((name for name in TITLE_NAMES if name in found), None)
+        self.title = self._given(corpus.title_column) or "title"  # rows of JSON need not all have one
 
     def document(self, row: Row, place: str) -> Document:
-        text = self._text(row, self.text, place)
-        if self.title is not None:
-            text = f"{row.get(self.title) or ''} {text}".strip()
+        text = f"{row.get(self.title) or ''} {self._text(row, self.text, place)}".strip()
         parent = None if self.parent is None else self._id(row, self.parent, place)
         return Document(self._id(row, self.id, place), text, parent)
 
@@ -206,14 +203,27 @@ class _Columns:
             value = str(value)
         if not isinstance(value, str) or not value:
             raise DataError(f"{place}: {column!r} must be an id, a text or a whole number, but is {value!r:.40}.")
-        return value
+        return _encodable(value, column, place)
 
     @staticmethod
     def _text(row: Row, column: str, place: str) -> str:
         value = row.get(column)
         if not isinstance(value, str):
             raise DataError(f"{place}: {column!r} must be text, but is {value!r:.40}. Fill it in or drop the row.")
-        return value
+        return _encodable(value, column, place)
+
+
+def _encodable(text: str, column: str, place: str) -> str:
+    """Refuse half a surrogate pair, which JSON can hold but no tokenizer and no file of UTF-8."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{place}: {column!r} holds {text[error.start]!r} at position {error.start}, half a surrogate pair "
+                "that is no text. Mend the row or drop it."
+            ) from error
+    return text
 
 
 def _hash(id: str) -> int:

@@ -113,7 +113,7 @@ class Target(ABC):
 
     def _one(self, vector: Any) -> tuple[np.ndarray, np.ndarray]:
         """Terms and weights of one query, cleaned and rounded as the documents are."""
-        row = as_csr(vector.reshape(1, -1) if isinstance(vector, np.ndarray) else _row(vector))
+        row = as_csr(_as_row(vector))
         if row.shape != (1, len(self.vocabulary)):
             raise ValueError(
                 f"A query has one vector of {len(self.vocabulary)} dimensions, got {row.shape[0]} of {row.shape[1]}."
@@ -150,5 +150,7 @@ def json_file(content: Any) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
-def _row(vector: Any) -> Any:
-    return vector.unsqueeze(0) if getattr(vector, "ndim", 2) == 1 else vector
+def _as_row(vector: Any) -> Any:
+    if vector.ndim != 1:
+        return vector
+    return vector[None] if isinstance(vector, np.ndarray) else vector.unsqueeze(0)
