@@ -22,6 +22,7 @@ LINES = {
 }
 """What is drawn along k: label to strategy, whether the head's matrix learns k times as fast, and style."""
 
+COLUMNS = 3
 FIRST = {"base_loss": "ranking loss", "grad_norm": "gradient norm"}
 
 Outcomes = Mapping[Setting, Outcome]
@@ -46,14 +47,14 @@ def draw_scale(
             ks, means = [outcome.setting.k for outcome in found], [outcome.ndcg(collection) for outcome in found]
             axes.plot(ks, means, style, ms=5, label=label)
             seeds = [(outcome.setting.k, value) for outcome in found for value in outcome.ndcgs(collection)]
-            axes.plot(*zip(*seeds, strict=True), ".", color=axes.lines[-1].get_color(), ms=4)
+            axes.scatter([k for k, _ in seeds], [value for _, value in seeds], s=8, color=axes.lines[-1].get_color())
         if backbone in choices:
             axes.axvline(choices[backbone], color="grey", linewidth=6, alpha=0.3, label="k by the rule (weight)")
         axes.set(title=backbone, xscale="log", xticks=KS, ylim=(0, None))
         axes.set_xticks([], minor=True)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda k, _: f"{k:g}"))
         axes.grid(alpha=0.3)
-    _label(figure, panels, "k", f"nDCG@10 at no more than {COST} FLOPS", f"What k does: {collection}")
+    _label(figure, panels, "k", f"nDCG@10 at {COST} FLOPS", f"What k does: {collection}")
     figure.savefig(file, dpi=120)
 
 
@@ -145,24 +146,25 @@ def draw_curves(file: Path, outcomes: Outcomes, backbones: Sequence[str], strate
 
 
 def _panels(names: Sequence[str], height: float = 2.9) -> tuple[Figure, list[Any]]:
-    columns = min(3, len(names)) or 1
-    rows = math.ceil(len(names) / columns) or 1
-    figure = Figure(figsize=(4 * columns, height * rows + 0.8), layout="constrained")
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    """Three panels a row, one for each name."""
+    rows = math.ceil(len(names) / COLUMNS) or 1
+    figure = Figure(figsize=(4 * COLUMNS, height * rows + 0.8), layout="constrained")
+    panels = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
     for spare in panels[len(names) :]:
         spare.set_visible(False)
     return figure, panels[: len(names)]
 
 
 def _label(figure: Figure, panels: Sequence[Any], x: str, y: str, title: str, legend: bool = True) -> None:
-    figure.supxlabel(x)
-    figure.supylabel(y)
+    """Name the axes, at the left and below, and explain the lines of all panels once."""
     figure.suptitle(title)
-    if legend and panels:
-        entries: dict[str, Any] = {}
-        for axes in panels:
-            handles, labels = axes.get_legend_handles_labels()
-            entries.update(zip(labels, handles, strict=True))
-        figure.legend(
-            list(entries.values()), list(entries), loc="outside lower center", ncols=min(7, len(entries) or 1)
-        )
+    entries: dict[str, Any] = {}
+    for number, axes in enumerate(panels):
+        if number % COLUMNS == 0:
+            axes.set_ylabel(y)
+        if number + COLUMNS >= len(panels):
+            axes.set_xlabel(x)
+        handles, labels = axes.get_legend_handles_labels()
+        entries.update(zip(labels, handles, strict=True))
+    if legend and entries:
+        figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=min(7, len(entries)))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from st_sparse_rescale.demo.backbones import BACKBONES
 from st_sparse_rescale.experiments import plots
 from st_sparse_rescale.experiments.outcomes import COST, Outcome, Setting, outcomes_of
 from st_sparse_rescale.experiments.validation import Validation, validate
@@ -44,7 +45,8 @@ def write_report(
         raise ValueError("there are no results to report: run a sweep first.")
     folder, outcomes = Path(folder), outcomes_of(results)
     folder.mkdir(parents=True, exist_ok=True)
-    backbones = list(dict.fromkeys(setting.backbone for setting in outcomes))
+    found = dict.fromkeys(setting.backbone for setting in outcomes)
+    backbones = [*(name for name in BACKBONES if name in found), *sorted(found.keys() - set(BACKBONES))]
     collections = list(results[0]["evaluations"])
     stepped = [b for b in backbones if any(s.backbone == b and s.factor not in (1, s.k) for s in outcomes)]
     for collection in collections:
