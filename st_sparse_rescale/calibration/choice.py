@@ -8,6 +8,7 @@ from itertools import takewhile
 from typing import Literal
 
 from st_sparse_rescale.calibration.head_report import HeadReport
+from st_sparse_rescale.calibration.logits import BERT_MEAN, BERT_NEGATIVE, BERT_STD
 from st_sparse_rescale.calibration.start import Start
 from st_sparse_rescale.rescaling import Strategy
 
@@ -137,12 +138,12 @@ def _evidence(report: HeadReport, strategy: Strategy = "weight", chosen: Start |
     chance = math.log(report.texts - 1)
     lines = [
         f"{_vectors(report, report.as_is)}; the cosine of two texts is {report.as_is.cosine:.2f}",
-        f"the contrastive loss starts from {report.as_is.loss:,.4g} (from {chance:.2f} if all scores were equal)",
-        f"raw logits have mean {logits.mean:.2f} and standard deviation {logits.std:.2f}, {logits.negative:.0%} are "
-        "negative (BERT: -7.00, 3.68, 98 %)",
+        f"a contrastive loss would start from {report.as_is.loss:,.4g} (from {chance:.2f} if all scores were equal)",
+        f"raw logits have mean {logits.mean:.2f} and standard deviation {logits.std:.2f}, {logits.negative:.1%} are "
+        f"negative (BERT: {BERT_MEAN:.2f}, {BERT_STD:.2f}, {BERT_NEGATIVE:.1%})",
     ]
     if chosen is not None and chosen.k != 1:
-        lines.append(f"at k={chosen.k:g} {_vectors(report, chosen)}, and the loss starts from {chosen.loss:,.4g}")
+        lines.append(f"at k={chosen.k:g}, {_vectors(report, chosen)}; the loss would start from {chosen.loss:,.4g}")
         if strategy == "weight":
             lines.append(
                 f"the encoder's hidden states keep a cosine of {chosen.state_cosine:.3f}, and Adam's steps are "

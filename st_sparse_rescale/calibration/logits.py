@@ -16,6 +16,10 @@ BINS = 1 << 14  # of the histogram that quantiles are read from
 SHOWN_BINS = 128  # of the one that is kept
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
+# What a head that trains well looks like: bert-base-uncased on 512 queries of MS MARCO, as published.
+BERT_MEAN, BERT_STD, BERT_NEGATIVE = -7.00, 3.68, 0.983
+BERT_QUANTILES = {"0.5": -6.76, "0.95": -1.62, "0.99": 0.81}
+
 
 @dataclass(frozen=True)
 class Logits:

@@ -14,10 +14,10 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from st_sparse_rescale.calibration.choice import MAX_RMS_WEIGHT, MIN_STATE_COSINE, KChoice
 from st_sparse_rescale.calibration.head_report import HeadReport
+from st_sparse_rescale.calibration.logits import BERT_QUANTILES
 from st_sparse_rescale.calibration.start import Start
 from st_sparse_rescale.rescaling import Strategy
 
-BERT_QUANTILES = {"50 %": -6.76, "95 %": -1.62, "99 %": 0.81}
 STYLES: dict[Strategy, str] = {"weight": "o-", "norm": "s--"}
 
 
@@ -46,7 +46,7 @@ def plot_report(report: HeadReport, choice: KChoice, file: str | Path) -> Path:
         axes[1].axhline(MAX_RMS_WEIGHT, color="grey", linestyle=":", label="limit")
         _draw(axes[2], report, choice, "cosine of hidden states to those at k = 1", lambda start: start.state_cosine)
         axes[2].axhline(MIN_STATE_COSINE, color="grey", linestyle=":", label="limit of weight")
-        axes[2].set_ylim(None, 1.02)
+        axes[2].set_ylim(0, 1.05)
         _draw(axes[3], report, choice, "contrastive loss at step 0", lambda start: start.loss, log=True)
         axes[3].axhline(chance, color="grey", linestyle=":", label="all scores equal")
         _draw(axes[4], report, choice, "std of a text's scores", lambda start: start.score_std, log=True)
@@ -66,9 +66,10 @@ def _draw_logits(axes: Axes, report: HeadReport) -> None:
     mixed = axes.get_xaxis_transform()  # x in logits, y in shares of the height
     for number, (share, value) in enumerate(BERT_QUANTILES.items()):
         axes.axvline(value, color="C1", linestyle="--", label=None if number else "quantiles of BERT")
-        axes.text(value, 0.97, f"{share} ", color="C1", fontsize=8, rotation=90, ha="right", va="top", transform=mixed)
+        name = f" {float(share):.0%}"
+        axes.text(value, 0.97, name, color="C1", fontsize=8, rotation=90, ha="left", va="top", transform=mixed)
     axes.set(xlabel="raw logit", ylabel="density", ylim=(0, 1.3 * axes.get_ylim()[1]))
-    axes.set_title(f"raw logits, {logits.negative:.0%} negative", fontsize=10)
+    axes.set_title(f"raw logits, {logits.negative:.1%} negative", fontsize=10)
     axes.legend(fontsize=8)
 
 

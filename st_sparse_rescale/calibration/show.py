@@ -11,10 +11,10 @@ from rich.table import Table
 
 from st_sparse_rescale.calibration.choice import KChoice
 from st_sparse_rescale.calibration.head_report import HeadReport
+from st_sparse_rescale.calibration.logits import BERT_MEAN, BERT_NEGATIVE, BERT_STD
 from st_sparse_rescale.calibration.start import Start
 from st_sparse_rescale.rescaling import Strategy
 
-BERT_LOGITS = "bert-base-uncased, 512 queries of MS MARCO: mean -7.00, std 3.68, 98.3 % negative"
 LEARNING_RATE = 2e-5  # a usual one, as an example of how far a step goes
 
 
@@ -129,11 +129,11 @@ def _facts(report: HeadReport) -> Iterator[tuple[str, str]]:
         f"{logits.negative:.1%} negative",
     )
     yield "", "quantiles " + ", ".join(f"{float(share):.0%} {value:.2f}" for share, value in logits.quantiles.items())
-    yield "", f"({BERT_LOGITS})"
+    yield "", f"(BERT: mean {BERT_MEAN:.2f}, std {BERT_STD:.2f}, {BERT_NEGATIVE:.1%} negative)"
     start = report.as_is
     yield (
         "vectors",
-        f"{start.active_dims:,.0f} of {report.vocab_size:,} dimensions active ({report.active_share:.0%}), "
+        f"{start.active_dims:,.0f} of {report.vocab_size:,} dimensions active ({report.active_share:.1%}), "
         f"{start.empty:.0%} of the texts without any",
     )
     yield "", f"mean weight {start.mean_weight:.3g}, largest of a text {start.max_weight:.3g}"
