@@ -33,7 +33,7 @@ types: $(READY)  ## Check types
 
 check: lint types test  ## All that must pass before a change is merged
 
-collections: $(READY)  ## Evaluate BM25 and the shipped backbones on real collections, where there are any
+collections: $(READY)  ## Evaluate BM25, the shipped backbones and earlier results on real collections, where there are any
 	$(BIN)/python scripts/evaluate_collections.py
 
 matrix: $(READY)  ## Regenerate docs/architectures.md
