@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer, SparseEncoder
-from sentence_transformers.base.modules import Transformer
+from sentence_transformers.base.modules import Router, Transformer
+from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
 from sentence_transformers.sparse_encoder.modules import SpladePooling as StockPooling
 from torch.nn.functional import cosine_similarity
 from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
@@ -166,7 +167,7 @@ def test_facts_of_a_head_are_those_of_its_parameters(checkpoint: Checkpoint) -> 
 # Equivalence with models that are really rescaled
 
 
-@pytest.mark.parametrize("name", ["bert", "albert", "roberta", "modernbert", "eurobert"])
+@pytest.mark.parametrize("name", ["bert", "albert", "roberta", "modernbert", "eurobert", "esm"])
 @pytest.mark.parametrize(("k", "strategy"), [(1, "weight"), (4, "weight"), (64, "weight"), (1, "norm"), (8, "norm")])
 def test_a_start_is_that_of_a_rescaled_model(checkpoint: Checkpoint, name: str, k: float, strategy: Any) -> None:
     original, rescaled = transformer_of(checkpoint(name)), transformer_of(checkpoint(name))
@@ -232,6 +233,7 @@ def test_the_model_is_left_as_it_was_to_the_byte(checkpoint: Checkpoint, name: s
     assert all(before[key].numpy().tobytes() == after[key].numpy().tobytes() for key in before)
     assert addresses == {name: parameter.data_ptr() for name, parameter in transformer.named_parameters()}
     assert transformer.model.config.to_dict() == config
+    assert transformer.unpad_inputs is None
     for module in transformer.modules():
         assert module.training
         assert not module._forward_hooks
@@ -287,6 +289,16 @@ def test_our_saved_model_and_its_fused_form_are_measured_alike(checkpoint: Check
     assert (saved.rescaled.k, saved.rescaled.reason) == (4, "given")
     assert fused.logits.mean == pytest.approx(saved.logits.mean, rel=1e-5)
     assert fused.as_is.rms_weight == pytest.approx(saved.as_is.rms_weight, rel=1e-5)
+
+
+def test_a_router_is_judged_by_its_documents(checkpoint: Checkpoint) -> None:
+    documents = [transformer_of(checkpoint("bert")), StockPooling()]
+    queries = SparseStaticEmbedding(documents[0].tokenizer)
+    router = SparseEncoder(modules=[Router.for_query_document([queries], documents)], device="cpu")
+    report = measure_head(router, TEXTS)
+    plain = measure_head(SparseEncoder(modules=documents, device="cpu"), TEXTS)
+    assert report.as_is == plain.as_is
+    assert report.decoder == plain.decoder
 
 
 def with_bias(path: Path, target: Path, bias: float) -> Path:

@@ -163,7 +163,6 @@ class _Tokens(NamedTuple):
 
 def _run(transformer: Transformer, head: MLMHead, texts: list[str], k: float = 1) -> _Tokens:
     """Run a model with its matrix divided by k, in batches, and without its logits."""
-    model = transformer.model
     replaced = {}
     if k != 1:
         weight = head.decoder.weight
@@ -173,27 +172,29 @@ def _run(transformer: Transformer, head: MLMHead, texts: list[str], k: float = 1
     lengths: list[int] = []
     states: list[Tensor] = []
     inputs: list[Tensor] = []
-    with _watched(model, head) as seen:
+    with _watched(transformer, head) as seen:
         for first in range(0, len(texts), BATCH):
             features = transformer.preprocess(texts[first : first + BATCH], max_length=limit)
-            features = batch_to_device(features, model.device)
+            features = batch_to_device(features, transformer.model.device)
             seen.clear()
             functional_call(transformer, replaced, (features,))
-            if "cu_seq_lens_q" in features:
-                counted = torch.ones(seen["states"].shape[:2], dtype=torch.bool, device=model.device)
-                lengths += features["cu_seq_lens_q"].diff().tolist()
-            else:
-                counted = features["attention_mask"].bool()
-                lengths += counted.sum(dim=1).tolist()
+            counted = features["attention_mask"].bool()
+            if seen["states"].shape[:-1] != counted.shape:
+                raise UnsupportedHeadError(
+                    f"The head of {type(transformer.model).__name__} cannot be measured: for texts of shape "
+                    f"{tuple(counted.shape)} its decoder gets states of shape {tuple(seen['states'].shape)}."
+                )
+            lengths += counted.sum(dim=1).tolist()
             states.append(seen["states"][counted].float())
-            if "inputs" in seen:
+            if "inputs" in seen and seen["inputs"].shape[:-1] == counted.shape:  # some encoders pad for themselves
                 inputs.append(seen["inputs"][counted].float())
-    return _Tokens(lengths, torch.cat(states), torch.cat(inputs) if inputs else None)
+    whole = sum(map(len, inputs)) == sum(lengths)
+    return _Tokens(lengths, torch.cat(states), torch.cat(inputs) if whole else None)
 
 
 @contextmanager
-def _watched(model: PreTrainedModel, head: MLMHead) -> Iterator[dict[str, Tensor]]:
-    """Catch what enters encoder and decoder, and leave the decoder a single position to multiply.
+def _watched(transformer: Transformer, head: MLMHead) -> Iterator[dict[str, Tensor]]:
+    """Catch what enters encoder and decoder, padded, and leave the decoder a single position to multiply.
 
     Not by ``output_hidden_states``, for which transformers hooks every layer for good: such a model cannot be pickled.
     """
@@ -205,11 +206,14 @@ def _watched(model: PreTrainedModel, head: MLMHead) -> Iterator[dict[str, Tensor
 
     def before_decoder(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         seen["states"] = args[0]
-        return (args[0][:, :1],)
+        return (args[0][..., :1, :],)
 
+    unpad_inputs = transformer.unpad_inputs
     with ExitStack() as hooks:
+        hooks.callback(setattr, transformer, "unpad_inputs", unpad_inputs)
+        transformer.unpad_inputs = False
         hooks.enter_context(head.decoder.register_forward_pre_hook(before_decoder))
-        if (layer := _first_layer(model)) is not None:
+        if (layer := _first_layer(transformer.model)) is not None:
             hooks.enter_context(layer.register_forward_pre_hook(before_layer, with_kwargs=True))
         yield seen
 

@@ -23,7 +23,7 @@ class Start:
         strategy: What of it was divided.
         input_cosine: How alike the encoder's input (what enters its first layer) is to that at k = 1: mean over the
             tokens of the cosine of the two vectors, each less the mean vector of its k, which would hide any change;
-            None where the encoder has no list of layers.
+            None where the encoder shows no such input of the text's length.
         state_cosine: The same of what enters the decoder, the last hidden states.
         active_dims: Terms of positive weight, mean over the texts.
         empty: Share of texts without any.
