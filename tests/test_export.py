@@ -238,6 +238,13 @@ def test_files_end_where_the_engine_wants_them_to(shards, tmp_path, monkeypatch)
     for file in report.files:  # each is a request of its own
         schemas.read_bulk((tmp_path / "out" / file).read_bytes(), (tmp_path / "out" / "index.json").read_text())
     assert len(read(tmp_path / "out", report)) == 40
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "documents",  # nothing else is in there, since Anserini reads whatever it finds
+        "export.json",
+        "index.json",
+        "vocabulary.json",
+    }
+    assert [f"documents/{file.name}" for file in sorted((tmp_path / "out" / "documents").iterdir())] == report.files
 
 
 def test_chunks_are_combined_on_request(tmp_path):

@@ -24,6 +24,7 @@ from st_sparse_rescale.serving.vocabulary import Vocabulary
 from st_sparse_rescale.whole import written_whole
 
 REPORT = "export.json"
+DOCUMENTS = "documents"  # a folder with nothing else: Anserini reads whatever there is
 LEVELS = 255
 # Queries whose top 10 is compared; documents stand in where there are no queries.
 SAMPLE, TOP_K = 200, 10
@@ -85,9 +86,9 @@ def export(
 ) -> Export:
     """Write the files with which an engine is filled. The folder appears whole or not at all.
 
-    Beside the documents it holds the engine's schema, the vocabulary, and a report. Terms are in ascending order; there
-    are no zeros, and no terms for dimensions that are no tokens. The shards are read twice, a batch at a time: first
-    for the ids and the largest weight, then to be written.
+    Beside the folder of documents it holds the engine's schema, the vocabulary, and a report. Terms are in ascending
+    order; there are no zeros, and no terms for dimensions that are no tokens. The shards are read twice, a batch at a
+    time: first for the ids and the largest weight, then to be written.
 
     Args:
         shards: Encoded documents.
@@ -140,8 +141,8 @@ def export(
     comparison = _Comparison(target, survey, None if queries is None else _queries(queries, shards))
     output.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(output) as partial:
-        partial.mkdir()
-        with _Writer(partial, target) as writer:
+        (partial / DOCUMENTS).mkdir(parents=True)
+        with _Writer(partial / DOCUMENTS, target) as writer:
             for batch in documents("Writing"):
                 vectors = target.written(prune(_tokens(batch.vectors, shards.vocabulary), **limits))
                 writer.add(batch.ids, vectors)
@@ -158,7 +159,7 @@ def export(
             scale=target.scale,
             overlap=comparison.overlap(),
             queries=comparison.queries,
-            files=[file.name for file in writer.files],
+            files=[str(file.relative_to(partial)) for file in writer.files],
         )
         shards.vocabulary.write(partial / VOCABULARY)
         for file, content in {**target.setup(), REPORT: json_file(asdict(report))}.items():
@@ -267,7 +268,7 @@ class _Writer:
             self.weights += end - start
 
     def _next_file(self) -> None:
-        self.files.append(self._folder / f"documents-{len(self.files):05d}.{self._target.suffix}")
+        self.files.append(self._folder / f"{len(self.files):05d}.{self._target.suffix}")
         self._file = self.files[-1].open("wb")
 
 
