@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install demo test lint types check collections matrix clean
+.PHONY: help install demo test lint types check collections matrix inspect clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -38,6 +38,9 @@ collections: $(READY)  ## Evaluate BM25, the shipped backbones and earlier resul
 
 matrix: $(READY)  ## Regenerate docs/architectures.md
 	$(BIN)/python scripts/head_matrix.py
+
+inspect: $(READY)  ## Regenerate docs/choosing-k
+	$(BIN)/python scripts/inspect_models.py
 
 clean:  ## Remove the environment and everything generated
 	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache
