@@ -6,6 +6,7 @@ at hand and have none are made first (``scripts/pretrain_mini.py`` makes the bac
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -31,7 +32,8 @@ def heads() -> dict[str, HeadReport]:
     for folder in (*shipped, *made):
         file = RESULTS / "heads" / f"{folder.name}.json"
         if not file.exists():
-            file.write_text(measure_head(folder).to_json() + "\n", encoding="utf-8")
+            report = replace(measure_head(folder), name=folder.name)
+            file.write_text(report.to_json() + "\n", encoding="utf-8")
     return {
         file.stem: HeadReport.from_json(file.read_text(encoding="utf-8"))
         for file in sorted((RESULTS / "heads").glob("*.json"))
