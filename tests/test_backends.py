@@ -74,7 +74,9 @@ def test_an_exported_model_carries_k_and_gives_the_vectors_of_torch(model, tmp_p
     model.save_pretrained(str(tmp_path / "model"))
     SparseEncoder(str(tmp_path / "model"), backend=backend).save_pretrained(str(tmp_path / "exported"))
     exported = SparseEncoder(str(tmp_path / "exported"), backend=backend)
-    torch.testing.assert_close(vectors_of(exported), vectors_of(model), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        vectors_of(exported), vectors_of(model), rtol=1e-2, atol=5e-3
+    )  # it may compute in bfloat16
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["mlm_head_rescale"]["k"] == 16
 
 

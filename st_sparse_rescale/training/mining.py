@@ -122,6 +122,7 @@ def mine(
     positives = _positives(pairs)
     documents = list(dict.fromkeys([*_texts(corpus), *(text for texts in positives.values() for text in texts)]))
     judge = None if cross_encoder is None else load_cross_encoder(cross_encoder)
+    output.parent.mkdir(parents=True, exist_ok=True)
     if dense is not None:
         rows = _mine_dense(dense, pairs, documents, chosen, judge, batch_size)
         with written_whole(output) as partial:
