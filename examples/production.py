@@ -4,8 +4,8 @@
     python examples/production.py
 
 Without `--model` the mini backbone that ships with the package is trained first, on the docstrings of the installed
-packages; without `--collection` the held-out docstrings are searched. All of it takes a few minutes on two cores, and a
-killed run goes on where it was. An engine that is not installed is left out.
+packages; without `--collection` the held-out docstrings are searched. A killed run goes on where it was. An engine that
+is not installed is left out.
 """
 
 import argparse

@@ -112,6 +112,7 @@ def qdrant_search(folder, report):
     return search
 
 
+@pytest.mark.slow
 def test_qdrant(collection, exported):
     report, folder, _ = exported("qdrant")
     assert report.documents == len(collection[0])
