@@ -89,7 +89,7 @@ def test_the_page_shows_every_run_and_its_figures(tmp_path):
     text = page.read_text(encoding="utf-8")
     assert "| 4 | weight | x 1 |  | 2 | 7.0 | 7.0 | 0.550 (0.500 to 0.600) |" in text
     assert "| 1 | weight | x 1 | warmup 0.5 | 1 | 7.0 | 7.0 | 0.000 |" in text
-    assert "| weight | tiny | docstrings | 1 | 0.400 | 4 | 0.550 | 27.3% |  |" in text
+    assert "| weight | tiny | docstrings | 20 | 1 | 0.400 | 4 | 0.550 | 27.3% |  |" in text
     shown = {Path(part.split(")")[0]).name for part in text.split("](")[1:]}
     assert shown == {file.name for file in page.parent.glob("*.png")}
     assert all((page.parent / name).stat().st_size > 5_000 for name in shown)

@@ -83,14 +83,28 @@ def _page(
     yield from ("", "![What is known at step 1 against the outcome](first-step.png)")
     yield from ("", "![Ranking loss, weight](curves-weight.png)", "", "![Ranking loss, norm](curves-norm.png)")
     yield from ("", "## The rule for k", "")
-    header = ("strategy", "backbone", "collection", "chosen k", "nDCG@10", "best k", "nDCG@10", "loss", "stopped")
-    found = [
-        (collection, validation)
+    measures = [(collection, cost) for collection in collections for cost in (COST, None)]
+    yield "How much worse the chosen k is, or the tried one that is nearest to it, than the best that was tried."
+    yield ""
+    header = (
+        "strategy",
+        "backbone",
+        "collection",
+        "FLOPS",
+        "chosen k",
+        "nDCG@10",
+        "best k",
+        "nDCG@10",
+        "worse by",
+        "stopped",
+    )
+    rows = [
+        _validated(collection, cost, validation)
         for strategy, by_backbone in choices.items()
-        for collection in collections
-        for validation in validate(outcomes, by_backbone, strategy, collection)
+        for collection, cost in measures
+        for validation in validate(outcomes, by_backbone, strategy, collection, cost)
     ]
-    yield from _table(header, [_validated(*pair) for pair in found])
+    yield from _table(header, rows)
     for backbone in backbones:
         yield from ("", f"## {backbone}", "")
         rows = [_row(outcome, collections) for outcome in _sorted(outcomes, backbone)]
@@ -132,9 +146,10 @@ def _spread(values: Sequence[float]) -> str:
     return middle if len(values) == 1 else f"{middle} ({min(values):.3f} to {max(values):.3f})"
 
 
-def _validated(collection: str, v: Validation) -> list[str]:
+def _validated(collection: str, cost: float | None, v: Validation) -> list[str]:
+    limit = "no limit" if cost is None else f"{cost:g}"
     numbers = [f"{v.chosen:g}", f"{v.ndcg:.3f}", f"{v.best:g}", f"{v.best_ndcg:.3f}", f"{v.loss:.1%}"]
-    return [v.strategy, v.backbone, collection, *numbers, "yes" if v.stopped else ""]
+    return [v.strategy, v.backbone, collection, limit, *numbers, "yes" if v.stopped else ""]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from st_sparse_rescale.experiments.outcomes import Outcome, Setting, line
+from st_sparse_rescale.experiments.outcomes import COST, Outcome, Setting, line
 from st_sparse_rescale.experiments.plots import KS
 
 
@@ -38,7 +38,11 @@ class Validation:
 
 
 def validate(
-    outcomes: Mapping[Setting, Outcome], choices: Mapping[str, float], strategy: str, collection: str
+    outcomes: Mapping[Setting, Outcome],
+    choices: Mapping[str, float],
+    strategy: str,
+    collection: str,
+    cost: float | None = COST,
 ) -> list[Validation]:
     """Compare the chosen k of each backbone with all of the sweep's.
 
@@ -46,7 +50,8 @@ def validate(
         outcomes: What was found.
         choices: The chosen k, by backbone.
         strategy: How it is applied: "weight" or "norm".
-        collection: What is compared, by nDCG@10 at equal cost.
+        collection: What is compared, by nDCG@10.
+        cost: The limit of FLOPS at which, None for no limit.
 
     Returns:
         One validation for each backbone that the sweep holds.
@@ -63,15 +68,15 @@ def validate(
         if not found:
             continue
         chosen = min(found, key=lambda outcome: max(outcome.setting.k / k, k / outcome.setting.k))
-        best = max(found, key=lambda outcome: outcome.ndcg(collection))
+        best = max(found, key=lambda outcome: outcome.ndcg(collection, cost))
         validations.append(
             Validation(
                 backbone,
                 strategy,
                 chosen.setting.k,
-                chosen.ndcg(collection),
+                chosen.ndcg(collection, cost),
                 best.setting.k,
-                best.ndcg(collection),
+                best.ndcg(collection, cost),
                 chosen.stopped > 0,
             )
         )
