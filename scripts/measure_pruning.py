@@ -65,6 +65,8 @@ def pruned_results(model: str, folder: Path, work: Path) -> list[dict[str, Any]]
         rows.append(
             {
                 "collection": collection.name,
+                "documents": len(collection.corpus),
+                "queries": len(collection.queries),
                 **limits,
                 "terms": vectors.nnz / vectors.shape[0],
                 "ndcg@10": ndcg,
@@ -79,9 +81,11 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
     """A table a collection."""
     lines = []
     for name in dict.fromkeys(row["collection"] for row in rows):
-        lines += [f"## {name}", "", "| pruning | terms a document | nDCG@10 | change | overlap |"]
+        some = [row for row in rows if row["collection"] == name]
+        size = f"{some[0]['documents']:,} documents, {some[0]['queries']:,} queries"
+        lines += [f"## {name}: {size}", "", "| pruning | terms a document | nDCG@10 | change | overlap |"]
         lines.append("|---|---:|---:|---:|---:|")
-        for row in (row for row in rows if row["collection"] == name):
+        for row in some:
             setting = next((f"{key} {row[key]}" for key in ("top_k", "threshold", "mass") if key in row), "none")
             numbers = f"{row['terms']:.0f} | {row['ndcg@10']:.3f} | {row['change']:+.3f} | {row['overlap']:.3f}"
             lines.append(f"| {setting.replace('_', '-')} | {numbers} |")

@@ -225,7 +225,7 @@ def test_a_killed_command_goes_on_without_a_lost_or_doubled_document(checkpoint,
     options = ["--shard-size", "8", "--batch-size", "2"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     process = subprocess.Popen([*command, str(killed), *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (killed / "shard-00002.parquet").exists():
         assert process.poll() is None, process.stdout.read().decode()
         assert time.monotonic() < deadline
