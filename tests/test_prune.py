@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from st_sparse_rescale.evaluation.csr import as_csr
+from st_sparse_rescale.jsonl import write_jsonl
 from st_sparse_rescale.serving import Batch, combine_chunks, prune
+from tests.tiny_models import TEXTS
 
 ROW = [[4.0, 0.0, 1.0, 3.0, 2.0]]
 
@@ -69,6 +74,26 @@ def test_share_of_mass_equals_a_loop_over_sorted_rows(mass):
 def test_limits_out_of_range_are_refused(limits, message):
     with pytest.raises(ValueError, match=message):
         prune(as_csr(np.array(ROW)), **limits)
+
+
+def test_the_script_measures_what_pruning_costs(checkpoint, tmp_path):
+    folder = tmp_path / "tiny"
+    (folder / "qrels").mkdir(parents=True)
+    write_jsonl(folder / "corpus.jsonl", ({"_id": f"d{n}", "text": text} for n, text in enumerate(TEXTS)))
+    write_jsonl(folder / "queries.jsonl", ({"_id": f"q{n}", "text": text[:30]} for n, text in enumerate(TEXTS)))
+    (folder / "qrels" / "test.tsv").write_text("".join(f"q{n}\td{n}\t1\n" for n in range(len(TEXTS))))
+    script = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "measure_pruning.py"))
+    rows = script["pruned_results"](str(checkpoint("bert")), folder, tmp_path / "work")
+    assert [rows[0][name] for name in ("collection", "documents", "queries", "change", "overlap")] == [
+        "tiny", 16, 16, 0.0, 1.0
+    ]  # fmt: skip
+    by_limit = {row["top_k"]: row for row in rows if "top_k" in row}
+    assert by_limit[16]["terms"] == 16
+    assert by_limit[16]["change"] == by_limit[16]["ndcg@10"] - rows[0]["ndcg@10"]
+    assert by_limit[16]["overlap"] <= by_limit[128]["overlap"]
+    table = script["as_markdown"](rows).splitlines()
+    assert table[0] == "## tiny: 16 documents, 16 queries"
+    assert len([line for line in table if line.startswith("| ")]) == 1 + len(rows)
 
 
 # Chunks
