@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install demo test lint types check collections matrix inspect clean
+.PHONY: help install demo test lint types check collections matrix inspect sweep pruning production clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -42,5 +42,14 @@ matrix: $(READY)  ## Regenerate docs/architectures.md
 inspect: $(READY)  ## Regenerate docs/choosing-k
 	$(BIN)/python scripts/inspect_models.py
 
+sweep: $(READY)  ## Regenerate docs/sweeps from the runs in experiments/results
+	$(BIN)/python scripts/report_sweeps.py
+
+pruning: $(READY)  ## Measure what pruning documents costs, where there are real collections
+	$(BIN)/python scripts/measure_pruning.py
+
+production: $(READY)  ## From a mini model to two search engines: examples/production.py
+	$(BIN)/python examples/production.py
+
 clean:  ## Remove the environment and everything generated
-	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist demo-out production-out .pytest_cache .mypy_cache .ruff_cache
