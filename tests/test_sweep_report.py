@@ -72,8 +72,7 @@ def test_the_rule_is_measured_against_the_best_of_the_sweep():
     assert (found.chosen, found.best) == (16, 4)
     assert found.loss == pytest.approx(0.1)
     assert found.stopped
-    (between,) = validate(outcomes, {"tiny": 3}, "weight", "docstrings")  # 4/3 is nearer than 3/1
-    assert (between.chosen, between.loss) == (4, 0)
+    assert validate(outcomes, {"tiny": 3}, "weight", "docstrings") == []  # not tried
 
 
 def test_the_page_shows_every_run_and_its_figures(tmp_path):

@@ -16,7 +16,7 @@ class Validation:
     Attributes:
         backbone: Its name.
         strategy: How k is applied.
-        chosen: The k of the sweep that is nearest to the chosen one, as a ratio.
+        chosen: The chosen k.
         ndcg: The nDCG@10 with it.
         best: The k of the sweep with the highest nDCG@10.
         best_ndcg: That nDCG@10.
@@ -54,7 +54,7 @@ def validate(
         cost: The limit of FLOPS at which, None for no limit.
 
     Returns:
-        One validation for each backbone that the sweep holds.
+        One validation for each backbone whose chosen k was tried.
 
     Example:
         ::
@@ -65,9 +65,9 @@ def validate(
     validations = []
     for backbone, k in choices.items():
         found = line(outcomes, backbone, strategy, KS)
-        if not found:
+        chosen = next((outcome for outcome in found if outcome.setting.k == k), None)
+        if chosen is None:
             continue
-        chosen = min(found, key=lambda outcome: max(outcome.setting.k / k, k / outcome.setting.k))
         best = max(found, key=lambda outcome: outcome.ndcg(collection, cost))
         validations.append(
             Validation(
