@@ -84,7 +84,7 @@ def _page(
     yield from ("", "![Ranking loss, weight](curves-weight.png)", "", "![Ranking loss, norm](curves-norm.png)")
     yield from ("", "## The rule for k", "")
     measures = [(collection, cost) for collection in collections for cost in (COST, None)]
-    yield "How much worse the chosen k is than the best of those that were tried; left out where it was not tried itself."
+    yield "How much worse the chosen k is than the best that was tried; left out where it was not tried itself."
     yield ""
     header = (
         "strategy",
