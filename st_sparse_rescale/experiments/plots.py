@@ -117,7 +117,7 @@ def draw_first_step(file: Path, outcomes: Outcomes, backbones: Sequence[str], co
         axes.set(xlabel=f"{FIRST[name]} at step 1", xscale="log", ylim=(0, None))
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("nDCG@10 at equal cost, share of the backbone's best")
-    panels[1].legend(fontsize=7, ncols=2)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=7, ncols=5)
     figure.suptitle(f"Does the start tell the end? ({collection})")
     figure.savefig(file, dpi=120)
 
