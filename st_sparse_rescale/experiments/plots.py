@@ -116,7 +116,7 @@ def draw_first_step(file: Path, outcomes: Outcomes, backbones: Sequence[str], co
                 )
         axes.set(xlabel=f"{FIRST[name]} at step 1", xscale="log", ylim=(0, None))
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("nDCG@10 at equal cost, share of the backbone's best")
+    panels[0].set_ylabel("nDCG@10, share of the best")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=7, ncols=5)
     figure.suptitle(f"Does the start tell the end? ({collection})")
     figure.savefig(file, dpi=120)
