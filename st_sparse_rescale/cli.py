@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.prompt import Prompt
 
 from st_sparse_rescale.many_values import ManyValues
+from st_sparse_rescale.quiet import quiet_libraries
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
@@ -101,7 +102,7 @@ def demo(
     from st_sparse_rescale.demo.run import run_demo
 
     with _one_message(debug):
-        _quiet_libraries()
+        quiet_libraries()
         page = run_demo(output, query or _typed_queries, console=console, **_settings(setting or []))
         console.print(f"\nThe report: {page}")
 
@@ -143,7 +144,7 @@ def evaluate(
     from st_sparse_rescale.evaluation.report import parse_limits, show
 
     with _one_message(debug):
-        _quiet_libraries()
+        quiet_libraries()
         results = run(
             model,
             data,
@@ -180,7 +181,7 @@ def sweep(
     from st_sparse_rescale.experiments import run_sweep
 
     with _one_message(debug):
-        _quiet_libraries()
+        quiet_libraries()
         run_sweep(config, output, jobs=jobs, collections=collection or [], work=work, console=console)
 
 
@@ -213,7 +214,7 @@ def mine(
     from st_sparse_rescale.training import mine as run
 
     with _one_message(debug):
-        _quiet_libraries()
+        quiet_libraries()
         mined = run(
             train,
             output,
@@ -254,7 +255,7 @@ def score(
     from st_sparse_rescale.training import score as run
 
     with _one_message(debug):
-        _quiet_libraries()
+        quiet_libraries()
         file = run(
             train,
             output,
@@ -291,7 +292,7 @@ def encode(
     from st_sparse_rescale.serving import Corpus, encode_corpus
 
     with _one_message(debug):
-        _quiet_libraries()
+        quiet_libraries()
         shards = encode_corpus(
             model,
             Corpus(corpus, id_column, text_column, title_column, parent_column),
@@ -361,7 +362,7 @@ def inspect(
     from st_sparse_rescale.calibration.show import as_json, show
 
     with _one_message(debug):
-        _quiet_libraries()
+        quiet_libraries()
         report = measure_head(model, None if texts is None else read_texts(texts))
         choice = choose_k(report)
         if json:
@@ -377,17 +378,6 @@ def _typed_queries(examples: Sequence[str]) -> list[str]:
     if not sys.stdin.isatty():
         return list(examples)
     return [Prompt.ask("Your query", default=example, console=console) for example in examples]
-
-
-def _quiet_libraries() -> None:
-    """Leave the screen to our own progress bars."""
-    import datasets
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
 
 
 def _settings(texts: list[str], option: str = "--set") -> dict[str, Any]:

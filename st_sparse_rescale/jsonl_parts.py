@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
+from st_sparse_rescale.changes import changes
 from st_sparse_rescale.jsonl import write_jsonl
 from st_sparse_rescale.whole import written_whole
 
@@ -81,10 +82,9 @@ def _claim(file: Path, record: Mapping[str, Any]) -> None:
         with written_whole(file) as partial:
             partial.write_text(json.dumps(now), encoding="utf-8")
     elif now != (known := json.loads(file.read_text(encoding="utf-8"))):
-        names = [name for name in now | known if now.get(name) != known.get(name)]
-        changes = "; ".join(f"{name} was {known.get(name)!r}, is {now.get(name)!r}" for name in names)
         raise ValueError(
-            f"{file.parent} holds the parts of another call ({changes}): delete it, or choose another output."
+            f"{file.parent} holds the parts of another call ({changes(known, now)}): delete it, or choose another "
+            "output."
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from sentence_transformers import SparseEncoder
 
+from st_sparse_rescale.changes import changes
 from st_sparse_rescale.evaluation.bm25 import bm25_run
 from st_sparse_rescale.evaluation.collection import Collection
 from st_sparse_rescale.evaluation.hybrid import dense_run, reciprocal_rank_fusion
@@ -161,10 +162,10 @@ def _done(output: str | Path | None, settings: dict[str, Any]) -> dict[str, Coll
     if output is None or not Path(output).exists():
         return {}
     known = Evaluation.read(output)
-    differing = [name for name in settings | known.settings if settings.get(name) != known.settings.get(name)]
-    if differing:
-        changes = "; ".join(f"{name} was {known.settings.get(name)!r}, is {settings.get(name)!r}" for name in differing)
-        raise ValueError(f"{output} holds results of another evaluation ({changes}): choose another file or delete it.")
+    if differing := changes(known.settings, settings):
+        raise ValueError(
+            f"{output} holds results of another evaluation ({differing}): choose another file or delete it."
+        )
     return {result.name: result for result in known.collections}
 
 

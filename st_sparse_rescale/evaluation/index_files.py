@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from scipy import sparse
 
+from st_sparse_rescale.changes import changes
 from st_sparse_rescale.evaluation.checksum import file_crc32
 from st_sparse_rescale.whole import written_whole
 
@@ -184,13 +185,10 @@ def begin_or_resume(folder: Path, settings: dict[str, Any], kind: Kind = INDEX) 
     if not manifest.shards:  # nothing was done yet that other settings could be mixed with
         manifest.built_with = settings
         write_manifest(folder, manifest, kind)
-    known = manifest.built_with
-    differing = [
-        f"{name} was {known.get(name)!r}, is {new!r}" for name, new in settings.items() if known.get(name) != new
-    ]
-    if differing:
+    known = {name: manifest.built_with.get(name) for name in settings}  # it may hold more, such as the model's name
+    if differing := changes(known, settings):
         raise IndexFileError(
-            f"{folder} holds {kind.name} made otherwise ({'; '.join(differing)}): delete the folder or choose another."
+            f"{folder} holds {kind.name} made otherwise ({differing}): delete the folder or choose another."
         )
     return manifest
 

@@ -18,6 +18,7 @@ from st_sparse_rescale.demo.corpus import docstring_corpus, write_corpus
 from st_sparse_rescale.experiments.experiment import key_in, key_of, run_experiment
 from st_sparse_rescale.experiments.grid import load_grid
 from st_sparse_rescale.experiments.results import append_result, read_results
+from st_sparse_rescale.quiet import quiet_libraries
 
 DOCSTRINGS = "docstrings"
 NUM_DOCUMENTS, NUM_QUERIES = 1_500, 300
@@ -92,14 +93,9 @@ def _pool(jobs: int) -> ProcessPoolExecutor:
 
 
 def _quiet_single_thread() -> None:
-    import datasets
-    from transformers.utils import logging
-
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    quiet_libraries()
 
 
 def _corpus(folder: Path) -> Path:

@@ -26,7 +26,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from st_sparse_rescale.calibration import MAX_TEXTS, choose_k, measure_head, sample
 from st_sparse_rescale.evaluation.beir import load_evaluator
-from st_sparse_rescale.jsonl import read_jsonl
+from st_sparse_rescale.jsonl import read_jsonl, write_jsonl
 from st_sparse_rescale.losses import (
     CachedSpladeLoss,
     DFFlopsLoss,
@@ -443,8 +443,7 @@ def _save(model: SparseEncoder, folder: Path, recipe: Recipe, history: list[dict
     with written_whole(folder) as partial:
         model.save_pretrained(str(partial))
         recipe.save(partial / "recipe.yaml")
-        with open(partial / "training_log.jsonl", "w", encoding="utf-8") as log:
-            log.writelines(json.dumps(record) + "\n" for record in history)
+        write_jsonl(partial / "training_log.jsonl", history)
 
 
 def _plain(k: Any) -> Any:
