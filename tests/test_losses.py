@@ -217,6 +217,11 @@ def test_a_regulariser_does_not_train_alone(regularizer):
         regularizer(columns(), None)
 
 
+def test_the_joint_term_does_not_train_alone():
+    with pytest.raises(NotImplementedError, match="needs SpladeLoss or CachedSpladeLoss around it"):
+        JointFlopsLoss(None, SparseMultipleNegativesRankingLoss(None))(columns(), None)
+
+
 def zero_queries(model: ToyEncoder) -> list[dict[str, Tensor]]:
     with torch.no_grad():
         model.table.weight[0] = -1.0
