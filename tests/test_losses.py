@@ -218,8 +218,9 @@ def test_a_regulariser_does_not_train_alone(regularizer):
 
 
 def test_the_joint_term_does_not_train_alone():
+    model = ToyEncoder()
     with pytest.raises(NotImplementedError, match="needs SpladeLoss or CachedSpladeLoss around it"):
-        JointFlopsLoss(None, SparseMultipleNegativesRankingLoss(None))(columns(), None)
+        JointFlopsLoss(model, SparseMultipleNegativesRankingLoss(model), weight=1.0)(columns(), None)
 
 
 def zero_queries(model: ToyEncoder) -> list[dict[str, Tensor]]:
