@@ -77,7 +77,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("production-out"))
     parser.add_argument("--steps", type=int, default=200, help="of training, where no model is given")
     parser.add_argument("--workers", type=int, default=2, help="of Ray; 0 encodes in this process")
-    parser.add_argument("--mass", type=float, help="share of each document's weight to keep")
+    parser.add_argument("--document-terms", type=int, default=128, help="strongest terms that a document keeps")
+    parser.add_argument("--query-terms", type=int, default=32, help="strongest terms that a query keeps")
     args = parser.parse_args()
     console, began = Console(), time.perf_counter()
 
@@ -91,8 +92,17 @@ def main() -> None:
     on_ray = args.workers > 0 and find_spec("ray") is not None
     console.print(f"Encoding {len(collection.corpus):,} documents {'on Ray' if on_ray else 'without Ray'}.")
     workers = args.workers if on_ray else None
-    documents = encode_corpus(model, collection.corpus, args.output / "documents", ray=on_ray, processes=workers)
-    queries = encode_corpus(model, collection.queries, args.output / "queries", task="query")
+    documents = encode_corpus(
+        model,
+        collection.corpus,
+        args.output / "documents",
+        max_active_dims=args.document_terms,
+        ray=on_ray,
+        processes=workers,
+    )
+    queries = encode_corpus(
+        model, collection.queries, args.output / "queries", task="query", max_active_dims=args.query_terms
+    )
     vectors = [row for batch in queries for row in batch.vectors]
     ids = [id for batch in queries for id in batch.ids]
 
@@ -105,7 +115,7 @@ def main() -> None:
             console.print(f'{name} is left out: pip install "st-sparse-rescale[serving]"')
             continue
         folder = args.output / f"{name}-{time.time_ns()}"
-        report = export(documents, name, folder, mass=args.mass, queries=queries)
+        report = export(documents, name, folder, queries=queries)
         console.print(report.summary())
         search = fill(folder, report)
         found = [search(vector) for vector in vectors]
