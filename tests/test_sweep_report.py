@@ -75,6 +75,15 @@ def test_the_rule_is_measured_against_the_best_of_the_sweep():
     assert validate(outcomes, {"tiny": 3}, "weight", "docstrings") == []  # not tried
 
 
+def test_longer_trainings_are_compared_with_their_like():
+    runs = [result(0.4), result(0.5, k=4), result(0.8, max_steps=600), result(0.7, k=4, max_steps=600)]
+    outcomes = outcomes_of(runs)
+    (short,) = validate(outcomes, {"tiny": 1}, "weight", "docstrings")
+    (long,) = validate(outcomes, {"tiny": 1}, "weight", "docstrings", steps=600)
+    assert (short.best, short.ndcg, short.steps) == (4, 0.4, 120)
+    assert (long.best, long.ndcg, long.steps) == (1, 0.8, 600)
+
+
 def test_the_page_shows_every_run_and_its_figures(tmp_path):
     results = [
         result(0.40),
@@ -88,7 +97,7 @@ def test_the_page_shows_every_run_and_its_figures(tmp_path):
     text = page.read_text(encoding="utf-8")
     assert "| 4 | weight | x 1 |  | 2 | 7.0 | 7.0 | 0.550 (0.500 to 0.600) |" in text
     assert "| 1 | weight | x 1 | warmup 0.5 | 1 | 7.0 | 7.0 | 0.000 |" in text
-    assert "| weight | tiny | docstrings | 20 | 1 | 0.400 | 4 | 0.550 | 27.3% |  |" in text
+    assert "| weight | 120 | tiny | docstrings | 20 | 1 | 0.400 | 4 | 0.550 | 27.3% |  |" in text
     shown = {Path(part.split(")")[0]).name for part in text.split("](")[1:]}
     assert shown == {file.name for file in page.parent.glob("*.png")}
     assert all((page.parent / name).stat().st_size > 5_000 for name in shown)

@@ -14,6 +14,10 @@ VARIED = ("k", "strategy", "head_learning_rate_factor", "seed")
 COST = 20
 """FLOPS at which outcomes are compared."""
 
+Others = tuple[tuple[str, Any], ...]
+LENGTHS: dict[int, Others] = {120: (), 600: (("max_steps", 600),)}
+"""Steps of training to the settings, besides k, that make a run so long."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -31,7 +35,7 @@ class Setting:
     k: float
     strategy: str = "weight"
     factor: float = 1.0
-    others: tuple[tuple[str, Any], ...] = ()
+    others: Others = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,12 @@ def outcomes_of(results: Iterable[dict[str, Any]], recipe: str = "sweep") -> dic
 
 
 def line(
-    outcomes: Mapping[Setting, Outcome], backbone: str, strategy: str, ks: Sequence[float], with_factor_k: bool = False
+    outcomes: Mapping[Setting, Outcome],
+    backbone: str,
+    strategy: str,
+    ks: Sequence[float],
+    with_factor_k: bool = False,
+    others: Others = (),
 ) -> list[Outcome]:
     """The outcomes of one backbone and strategy along k.
 
@@ -100,9 +109,10 @@ def line(
         strategy: "weight" or "norm"; k = 1 belongs to both.
         ks: The values of k.
         with_factor_k: Whether the head's matrix learns k times as fast.
+        others: Further settings that differ from the sweep's recipe.
 
     Returns:
         Those that there are, by k.
     """
-    settings = (Setting(backbone, k, "weight" if k == 1 else strategy, k if with_factor_k else 1.0) for k in ks)
+    settings = (Setting(backbone, k, "weight" if k == 1 else strategy, k if with_factor_k else 1.0, others) for k in ks)
     return [outcomes[setting] for setting in settings if setting in outcomes]

@@ -11,16 +11,17 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from st_sparse_rescale.experiments.outcomes import COST, Outcome, Setting, line
+from st_sparse_rescale.experiments.outcomes import COST, LENGTHS, Outcome, Setting, line
 
 KS = (1, 2, 4, 8, 16, 32, 64)
 FACTORS = (1, 4, 16)
 LINES = {
-    "weight": ("weight", False, "o-"),
-    "norm": ("norm", False, "s--"),
-    "norm, head's learning rate x k": ("norm", True, "^:"),
+    "weight": ("weight", False, 120, "o-"),
+    "weight, 600 steps": ("weight", False, 600, "D-"),
+    "norm": ("norm", False, 120, "s--"),
+    "norm, head's learning rate x k": ("norm", True, 120, "^:"),
 }
-"""What is drawn along k: label to strategy, whether the head's matrix learns k times as fast, and style."""
+"""What is drawn along k: label to strategy, whether the head's matrix learns k times as fast, steps and style."""
 
 COLUMNS = 3
 FIRST = {"base_loss": "ranking loss", "grad_norm": "gradient norm"}
@@ -42,8 +43,8 @@ def draw_scale(
     """
     figure, panels = _panels(backbones)
     for axes, backbone in zip(panels, backbones, strict=True):
-        for label, (strategy, with_factor, style) in LINES.items():
-            found = line(outcomes, backbone, strategy, KS, with_factor)
+        for label, (strategy, with_factor, steps, style) in LINES.items():
+            found = line(outcomes, backbone, strategy, KS, with_factor, LENGTHS[steps])
             ks, means = [outcome.setting.k for outcome in found], [outcome.ndcg(collection) for outcome in found]
             axes.plot(ks, means, style, ms=5, label=label)
             seeds = [(outcome.setting.k, value) for outcome in found for value in outcome.ndcgs(collection)]
@@ -146,10 +147,10 @@ def draw_curves(file: Path, outcomes: Outcomes, backbones: Sequence[str], strate
 
 
 def _panels(names: Sequence[str], height: float = 2.9) -> tuple[Figure, list[Any]]:
-    """Three panels a row, one for each name."""
-    rows = math.ceil(len(names) / COLUMNS) or 1
-    figure = Figure(figsize=(4 * COLUMNS, height * rows + 0.8), layout="constrained")
-    panels = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+    """Up to three panels a row, one for each name."""
+    rows, columns = math.ceil(len(names) / COLUMNS) or 1, min(COLUMNS, len(names)) or 1
+    figure = Figure(figsize=(4 * columns, height * rows + 0.8), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for spare in panels[len(names) :]:
         spare.set_visible(False)
     return figure, panels[: len(names)]

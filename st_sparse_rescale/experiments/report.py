@@ -8,7 +8,7 @@ from typing import Any
 
 from st_sparse_rescale.demo.backbones import BACKBONES
 from st_sparse_rescale.experiments import plots
-from st_sparse_rescale.experiments.outcomes import COST, Outcome, Setting, outcomes_of
+from st_sparse_rescale.experiments.outcomes import COST, LENGTHS, Outcome, Setting, outcomes_of
 from st_sparse_rescale.experiments.validation import Validation, validate
 
 COLUMNS = (
@@ -88,6 +88,7 @@ def _page(
     yield ""
     header = (
         "strategy",
+        "steps",
         "backbone",
         "collection",
         "FLOPS",
@@ -101,8 +102,9 @@ def _page(
     rows = [
         _validated(collection, cost, validation)
         for strategy, by_backbone in choices.items()
+        for steps in LENGTHS
         for collection, cost in measures
-        for validation in validate(outcomes, by_backbone, strategy, collection, cost)
+        for validation in validate(outcomes, by_backbone, strategy, collection, cost, steps)
     ]
     yield from _table(header, rows)
     for backbone in backbones:
@@ -149,7 +151,7 @@ def _spread(values: Sequence[float]) -> str:
 def _validated(collection: str, cost: float | None, v: Validation) -> list[str]:
     limit = "no limit" if cost is None else f"{cost:g}"
     numbers = [f"{v.chosen:g}", f"{v.ndcg:.3f}", f"{v.best:g}", f"{v.best_ndcg:.3f}", f"{v.loss:.1%}"]
-    return [v.strategy, v.backbone, collection, limit, *numbers, "yes" if v.stopped else ""]
+    return [v.strategy, f"{v.steps}", v.backbone, collection, limit, *numbers, "yes" if v.stopped else ""]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

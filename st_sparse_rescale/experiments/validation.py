@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from st_sparse_rescale.experiments.outcomes import COST, Outcome, Setting, line
+from st_sparse_rescale.experiments.outcomes import COST, LENGTHS, Outcome, Setting, line
 from st_sparse_rescale.experiments.plots import KS
 
 
@@ -21,6 +21,7 @@ class Validation:
         best: The k of the sweep with the highest nDCG@10.
         best_ndcg: That nDCG@10.
         stopped: Whether the collapse guard stopped a run with the chosen k.
+        steps: Steps of training.
     """
 
     backbone: str
@@ -30,6 +31,7 @@ class Validation:
     best: float
     best_ndcg: float
     stopped: bool
+    steps: int
 
     @property
     def loss(self) -> float:
@@ -43,6 +45,7 @@ def validate(
     strategy: str,
     collection: str,
     cost: float | None = COST,
+    steps: int = 120,
 ) -> list[Validation]:
     """Compare the chosen k of each backbone with all of the sweep's.
 
@@ -52,6 +55,7 @@ def validate(
         strategy: How it is applied: "weight" or "norm".
         collection: What is compared, by nDCG@10.
         cost: The limit of FLOPS at which, None for no limit.
+        steps: Steps of training, one of `LENGTHS`.
 
     Returns:
         One validation for each backbone whose chosen k was tried.
@@ -64,7 +68,7 @@ def validate(
     """
     validations = []
     for backbone, k in choices.items():
-        found = line(outcomes, backbone, strategy, KS)
+        found = line(outcomes, backbone, strategy, KS, others=LENGTHS[steps])
         chosen = next((outcome for outcome in found if outcome.setting.k == k), None)
         if chosen is None:
             continue
@@ -78,6 +82,7 @@ def validate(
                 best.setting.k,
                 best.ndcg(collection, cost),
                 chosen.stopped > 0,
+                steps,
             )
         )
     return validations
