@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import yaml
@@ -352,6 +352,7 @@ def inspect(
     texts: Annotated[
         Path | None, typer.Option(help="Texts like those to train on: .txt, .jsonl, .csv, .tsv or .parquet.")
     ] = None,
+    strategy: Annotated[Literal["weight", "norm"], typer.Option(help="How k would be applied.")] = "weight",
     plot: Annotated[Path | None, typer.Option(help="Image file for a plot.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print all measurements as JSON instead.")] = False,
     debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
@@ -364,7 +365,7 @@ def inspect(
     with _one_message(debug):
         quiet_libraries()
         report = measure_head(model, None if texts is None else read_texts(texts))
-        choice = choose_k(report)
+        choice = choose_k(report, strategy)
         if json:
             typer.echo(as_json(report, choice))
         else:

@@ -54,6 +54,14 @@ def run_line(line: str) -> SparseEncoder:
     return names["model"]
 
 
+def test_the_other_strategy_has_its_own_k_and_stands_in_the_line() -> None:
+    lines = lines_of(inspect(backbone_path("bert-mini"), "--strategy", "norm"))
+    chosen = choose_k(measure_head(backbone_path("bert-mini")), "norm")
+    assert lines[0] == chosen.headline
+    assert f'k={chosen.k:g}, strategy="norm")' in lines[-1]
+    assert recorded_rescale(run_line(lines[-1])).strategy == "norm"
+
+
 @pytest.mark.parametrize(
     ("name", "first", "k"), [("bert-mini", "healthy: leave k=1; ", 1), ("modernbert-mini", "scale problem: ", 16)]
 )

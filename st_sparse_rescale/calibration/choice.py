@@ -42,12 +42,14 @@ class KChoice:
         verdict: What the head, or the SPLADE model, is.
         reason: Why, in one sentence: it goes into the model's config and card.
         evidence: The measurements behind it, a sentence each.
+        strategy: How k is to be applied.
     """
 
     k: float
     verdict: Verdict
     reason: str
     evidence: tuple[str, ...]
+    strategy: Strategy = "weight"
 
     @property
     def headline(self) -> str:
@@ -86,11 +88,13 @@ def choose_k(report: HeadReport, strategy: Strategy = "weight") -> KChoice:
     """
     now = report.as_is
     recorded = report.rescaled
+    if recorded is not None:
+        strategy = recorded.strategy
     if (ill := _ill(report)) is not None:
-        return KChoice(1.0 if recorded is None else recorded.k, *ill, _evidence(report))
+        return KChoice(1.0 if recorded is None else recorded.k, *ill, _evidence(report), strategy)
     size = f"a text's weights have a root mean square of {now.rms_weight:.2g} over the vocabulary"
     if recorded is not None:
-        return KChoice(recorded.k, "healthy", f"the checkpoint records it, and {size}", _evidence(report))
+        return KChoice(recorded.k, "healthy", f"the checkpoint records it, and {size}", _evidence(report), strategy)
     if report.trained:
         reason = f"{report.active_share:.1%} of the vocabulary is active in a text, and texts differ"
         return KChoice(1.0, "healthy", reason, _evidence(report))
@@ -107,7 +111,8 @@ def choose_k(report: HeadReport, strategy: Strategy = "weight") -> KChoice:
     if not enough:
         reason += f"; {_hindrance(starts, k)}"
     healthy = k == 1 and now.rms_weight <= HEALTHY_RMS_WEIGHT
-    return KChoice(k, "healthy" if healthy else "scale problem", reason, _evidence(report, strategy, starts[k]))
+    verdict: Verdict = "healthy" if healthy else "scale problem"
+    return KChoice(k, verdict, reason, _evidence(report, strategy, starts[k]), strategy)
 
 
 def _ill(report: HeadReport) -> tuple[Verdict, str] | None:

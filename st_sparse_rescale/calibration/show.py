@@ -101,8 +101,8 @@ def python_line(report: HeadReport, choice: KChoice) -> str:
     if report.trained:
         return f'model = SparseEncoder("{report.name}")'
     arguments = f'"{report.name}", k={choice.k:g}'
-    if report.rescaled is not None and report.rescaled.strategy != "weight":
-        arguments += f', strategy="{report.rescaled.strategy}"'
+    if choice.strategy != "weight":
+        arguments += f', strategy="{choice.strategy}"'
     return f"model = SparseEncoder(modules=[RescaledMLMTransformer({arguments}), SpladePooling()])"
 
 
