@@ -26,6 +26,8 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_comp
 console = Console(quiet=os.environ.get("RANK", "0") != "0")
 errors = Console(stderr=True, quiet=console.quiet)
 
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
 
 @app.callback()
 def main() -> None:
@@ -35,28 +37,38 @@ def main() -> None:
 @app.command()
 def train(
     model: Annotated[str | None, typer.Option(help="Checkpoint to train: a folder or a hub name.")] = None,
-    train: Annotated[str | None, typer.Option(help="Training data: .jsonl, .csv, .parquet or a hub name.")] = None,
-    k: Annotated[str | None, typer.Option(help="Divisor of the head's logits; 1 leaves the head alone.")] = None,
-    strategy: Annotated[str | None, typer.Option(help="How k is applied: weight or norm.")] = None,
-    eval: Annotated[str | None, typer.Option(help="Evaluation data: a BEIR folder, or nanobeir.")] = None,
+    train: Annotated[
+        str | None, typer.Option(help="Training data: a .jsonl, .csv, .tsv or .parquet file, or a hub name.")
+    ] = None,
+    k: Annotated[
+        str | None,
+        typer.Option(help="What the head is divided by: a number, 1 to leave it alone, or auto to measure it."),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="What k divides: weight (the head's matrix) or norm (the final norm).")
+    ] = None,
+    eval: Annotated[
+        str | None, typer.Option(help="Evaluation data, for every checkpoint: a BEIR folder, or nanobeir[:a,b].")
+    ] = None,
     config: Annotated[
         str, typer.Option(help="Recipe: paper, distil, distil-kl, inference-free or a YAML file.")
     ] = "paper",
     output: Annotated[Path, typer.Option(help="Folder for recipe, checkpoints and model.")] = Path("splade-out"),
-    epochs: Annotated[float | None, typer.Option(help="Passes over the data.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data, instead of the recipe's steps.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimiser steps, instead of epochs.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows a process and batch.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows per batch, in each process.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     save_steps: Annotated[int | None, typer.Option(help="Steps between two checkpoints.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of shuffling and dropout.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of shuffling and dropout.")] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting of the recipe, as name=value; repeatable.")
     ] = None,
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Train a SPLADE model, or go on with a killed training: the same command again resumes it.
 
-    Flags replace the recipe's settings. The resolved recipe is printed and saved with the model.
+    Flags replace the recipe's settings. All settings are printed, with their meaning, and saved with the model, which
+    is in OUTPUT/model.
     """
     from st_sparse_rescale.training import Recipe
     from st_sparse_rescale.training import train as run
@@ -93,7 +105,7 @@ def demo(
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting of the demo's recipe, as name=value; repeatable.")
     ] = None,
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Train the shipped mini backbones with and without rescaling on installed docstrings, and compare them.
 
@@ -118,28 +130,36 @@ def evaluate(
     ],
     metrics: Annotated[list[str] | None, typer.Option(help="Such as ndcg@10 mrr@10 recall@100.")] = None,
     max_active_dims: Annotated[
-        list[str] | None, typer.Option(help="Limits of active dimensions to trace, such as 16 64 256 none.")
+        list[str] | None,
+        typer.Option(help="Numbers of terms to cut vectors to, such as 16 64 256 none; several are plotted."),
     ] = None,
-    bm25: Annotated[bool, typer.Option("--bm25", help="Evaluate BM25 beside it.")] = False,
+    bm25: Annotated[bool, typer.Option("--bm25", help="Evaluate BM25 beside the model.")] = False,
     compare: Annotated[list[str] | None, typer.Option(help="Other sparse models, to compare query by query.")] = None,
-    hybrid: Annotated[str | None, typer.Option(help="A dense model, to fuse with.")] = None,
+    hybrid: Annotated[str | None, typer.Option(help="A dense model, evaluated alone and fused with the model.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder for TREC run files.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="JSON file for the results; a killed evaluation goes on from it.")
     ] = None,
-    split: Annotated[str | None, typer.Option(help="Of the judgements.")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Judgements to use, qrels/SPLIT.tsv; by default test, else dev.")
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Local copies of nanobeir or beir.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first problem with the data.")] = False,
     exclude_self: Annotated[
-        bool | None, typer.Option(help="Leave out the document whose id is the query's; by default as is customary.")
+        bool | None, typer.Option(help="Leave out the document with the query's id; by default for ArguAna and Quora.")
     ] = None,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Tokens a text, instead of the model's limit.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per text, instead of the model's limit.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts encoded at once.")] = 32,
-    permutations: Annotated[int, typer.Option(min=1, help="Sign patterns drawn by the comparison's test.")] = 100_000,
-    seed: Annotated[int, typer.Option(help="Of that draw.")] = 0,
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    permutations: Annotated[int, typer.Option(min=1, help="Sign patterns drawn by the test of --compare.")] = 100_000,
+    seed: Annotated[int, typer.Option(help="Seed of that test.")] = 0,
+    debug: Debug = False,
 ) -> None:
-    """Evaluate a sparse model on collections, or go on with a killed evaluation."""
+    """Evaluate a sparse model on collections, or go on with a killed evaluation.
+
+    Options that take several values take them in a row.
+    """
     from st_sparse_rescale.evaluation.evaluate import evaluate as run
     from st_sparse_rescale.evaluation.report import parse_limits, show
 
@@ -171,11 +191,11 @@ def evaluate(
 @app.command()
 def sweep(
     config: Annotated[Path, typer.Argument(help="YAML file with the sweep's recipe and grids.")],
-    output: Annotated[Path, typer.Option(help="JSON Lines file, one line a run; finished runs are not done again.")],
+    output: Annotated[Path, typer.Option(help="JSON Lines file, one line per run; finished runs are not done again.")],
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each with one thread.")] = 1,
-    collection: Annotated[list[Path] | None, typer.Option(help="Folder to evaluate on, too; repeatable.")] = None,
+    collection: Annotated[list[Path] | None, typer.Option(help="BEIR folder to evaluate on, too; repeatable.")] = None,
     work: Annotated[Path, typer.Option(help="Folder for the training corpus.")] = Path("build/sweep"),
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Train and evaluate mini models over grids of settings, or go on with a killed sweep."""
     from st_sparse_rescale.experiments import run_sweep
@@ -189,26 +209,36 @@ def sweep(
 def mine(
     train: Annotated[str, typer.Option(help="Pairs of query and positive: a file or a hub name.")],
     output: Annotated[Path, typer.Option(help="Training file to write, .jsonl.")],
-    bm25: Annotated[bool, typer.Option("--bm25", help="Search by BM25.")] = False,
+    bm25: Annotated[
+        bool, typer.Option("--bm25", help="Search by BM25; this, --sparse or --dense must be given.")
+    ] = False,
     sparse: Annotated[str | None, typer.Option(help="Search by this sparse model.")] = None,
     dense: Annotated[str | None, typer.Option(help="Search by this dense model.")] = None,
     corpus: Annotated[
         str | None, typer.Option(help="Documents to search beside the positives, such as BEIR's corpus.jsonl.")
     ] = None,
-    cross_encoder: Annotated[str | None, typer.Option(help="Scores the candidates anew for the filters.")] = None,
-    num_negatives: Annotated[int, typer.Option(help="Negatives a query.")] = 4,
+    cross_encoder: Annotated[
+        str | None, typer.Option(help="A cross-encoder to score candidates anew for the filters.")
+    ] = None,
+    num_negatives: Annotated[int, typer.Option(help="Negatives per query.")] = 4,
     range_min: Annotated[int, typer.Option(help="How many of the best documents to skip.")] = 0,
-    range_max: Annotated[int | None, typer.Option(help="Last rank to consider.")] = None,
+    range_max: Annotated[
+        int | None, typer.Option(help="Last rank to consider; by default range-min + 10 times num-negatives.")
+    ] = None,
     max_score: Annotated[float | None, typer.Option(help="What a negative may score at most.")] = None,
     min_score: Annotated[float | None, typer.Option(help="What a negative must score at least.")] = None,
-    absolute_margin: Annotated[float | None, typer.Option(help="By how much a positive must outscore it.")] = None,
-    relative_margin: Annotated[float | None, typer.Option(help="Likewise, as a share of its score.")] = None,
-    sampling: Annotated[str, typer.Option(help="Which of those left: top or random.")] = "top",
-    seed: Annotated[int, typer.Option(help="Of the random choice.")] = 0,
-    column: Annotated[list[str] | None, typer.Option(help="A column's role, as query=question; repeatable.")] = None,
+    absolute_margin: Annotated[
+        float | None, typer.Option(help="By how much the positive must outscore a negative.")
+    ] = None,
+    relative_margin: Annotated[float | None, typer.Option(help="Likewise, as a share of the positive's score.")] = None,
+    sampling: Annotated[str, typer.Option(help="Which of the documents left: the top ones or random ones.")] = "top",
+    seed: Annotated[int, typer.Option(help="Seed of the random choice.")] = 0,
+    column: Annotated[
+        list[str] | None, typer.Option(help="Role and name of a column, as query=question; repeatable.")
+    ] = None,
     index: Annotated[Path | None, typer.Option(help="Folder to keep a sparse model's index in.")] = None,
     batch_size: Annotated[int, typer.Option(help="Texts encoded, or pairs scored, at once.")] = 32,
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Find hard negatives for training, or go on with a killed search: the same command again resumes it."""
     from st_sparse_rescale.training import mine as run
@@ -244,12 +274,16 @@ def mine(
 def score(
     train: Annotated[str, typer.Option(help="Queries with positives and negatives: a file or a hub name.")],
     output: Annotated[Path, typer.Option(help="Training file to write, .jsonl.")],
-    cross_encoder: Annotated[str | None, typer.Option(help="The teacher, a cross-encoder.")] = None,
+    cross_encoder: Annotated[
+        str | None, typer.Option(help="The teacher, a cross-encoder; this or --sparse must be given.")
+    ] = None,
     sparse: Annotated[str | None, typer.Option(help="The teacher, a sparse model.")] = None,
-    num_negatives: Annotated[int | None, typer.Option(help="Negatives kept a row.")] = None,
-    column: Annotated[list[str] | None, typer.Option(help="A column's role, as query=question; repeatable.")] = None,
+    num_negatives: Annotated[int | None, typer.Option(help="Negatives kept per row; by default all.")] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(help="Role and name of a column, as query=question; repeatable.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Pairs scored, or texts encoded, at once.")] = 32,
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Add a teacher's scores for distillation, or go on with a killed call: the same command again resumes it."""
     from st_sparse_rescale.training import score as run
@@ -276,17 +310,23 @@ def encode(
     output: Annotated[Path, typer.Argument(help="Folder for the shards; a killed encoding goes on from it.")],
     queries: Annotated[bool, typer.Option("--queries", help="The texts are queries, not documents.")] = False,
     devices: Annotated[list[str] | None, typer.Option(help="Such as cuda:0 cuda:1; by default the first.")] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="Processes a device; with --ray, in all.")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Processes per device; with --ray, in all.")] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Encode by Ray, here or on the cluster of RAY_ADDRESS.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts encoded at once.")] = 32,
-    shard_size: Annotated[int, typer.Option(min=1, help="Texts a file: what a kill can lose.")] = 16_384,
-    max_active_dims: Annotated[int | None, typer.Option(min=1, help="Terms kept a text.")] = None,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Tokens a text, instead of the model's limit.")] = None,
-    id_column: Annotated[str | None, typer.Option(help="Column of the ids, where its name does not say so.")] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column of the texts, likewise.")] = None,
-    title_column: Annotated[str | None, typer.Option(help="Column put in front of the text.")] = None,
+    shard_size: Annotated[int, typer.Option(min=1, help="Texts per file: what a kill can lose.")] = 16_384,
+    max_active_dims: Annotated[int | None, typer.Option(min=1, help="Terms kept per text.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per text, instead of the model's limit.")
+    ] = None,
+    id_column: Annotated[str | None, typer.Option(help="Column of the ids, if it is not _id, id, docid...")] = None,
+    text_column: Annotated[
+        str | None, typer.Option(help="Column of the texts, if it is not text, contents, document...")
+    ] = None,
+    title_column: Annotated[
+        str | None, typer.Option(help="Column put in front of the text, if it is not title.")
+    ] = None,
     parent_column: Annotated[str | None, typer.Option(help="Column of the document that a chunk belongs to.")] = None,
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Encode a corpus into Parquet files, or go on with a killed encoding: the same command again resumes it."""
     from st_sparse_rescale.serving import Corpus, encode_corpus
@@ -312,18 +352,30 @@ def encode(
 
 @app.command()
 def export(
-    shards: Annotated[Path, typer.Argument(help="Folder of encoded documents.")],
+    shards: Annotated[Path, typer.Argument(help="Folder that encode wrote.")],
     output: Annotated[Path, typer.Argument(help="Folder to make.")],
-    to: Annotated[str, typer.Option(help="Engine: anserini, elasticsearch, milvus, opensearch, pgvector, qdrant...")],
-    name: Annotated[str, typer.Option(help="Of the collection, index or table.")] = "documents",
+    to: Annotated[
+        str,
+        typer.Option(
+            help="anserini, elasticsearch[-rank-features], milvus, opensearch, pgvector, qdrant, seismic or vespa."
+        ),
+    ],
+    name: Annotated[str, typer.Option(help="Name of the collection, index or table.")] = "documents",
     top_k: Annotated[int | None, typer.Option(help="Keep so many of each document's heaviest terms.")] = None,
     threshold: Annotated[float | None, typer.Option(help="Keep weights of at least this.")] = None,
-    mass: Annotated[float | None, typer.Option(help="Keep the heaviest terms with this share of the weight.")] = None,
+    mass: Annotated[
+        float | None, typer.Option(help="Keep the heaviest terms that hold this share of a document's weight.")
+    ] = None,
     combine: Annotated[bool, typer.Option("--combine", help="Combine a document's chunks by the maximum.")] = False,
-    separator: Annotated[str, typer.Option(help="Between a document's id and its chunk's number.")] = "#",
-    levels: Annotated[int, typer.Option(help="The largest integer, where the engine takes integers.")] = 255,
-    queries: Annotated[Path | None, typer.Option(help="Encoded queries, to compare with exact search by.")] = None,
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    separator: Annotated[
+        str, typer.Option(help="With --combine: what stands between a document's id and its chunk's number.")
+    ] = "#",
+    levels: Annotated[int, typer.Option(help="The largest weight, where the engine takes integers.")] = 255,
+    queries: Annotated[
+        Path | None,
+        typer.Option(help="Queries (encode --queries) for the comparison; by default some of the documents."),
+    ] = None,
+    debug: Debug = False,
 ) -> None:
     """Write encoded documents as the files of a search engine, and compare their top 10 with exact search."""
     from st_sparse_rescale.serving import export as run
@@ -353,9 +405,9 @@ def inspect(
         Path | None, typer.Option(help="Texts like those to train on: .txt, .jsonl, .csv, .tsv or .parquet.")
     ] = None,
     strategy: Annotated[Literal["weight", "norm"], typer.Option(help="How k would be applied.")] = "weight",
-    plot: Annotated[Path | None, typer.Option(help="Image file for a plot.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Image file for a figure of all this.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print all measurements as JSON instead.")] = False,
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Measure a head, say whether its scale is a problem, and which k to use."""
     from st_sparse_rescale.calibration import choose_k, measure_head, read_texts

@@ -138,15 +138,17 @@ class Recipe:
         None, "divisor of the head's logits, auto to measure it, or one for each model_type", _or_none(_k)
     )
     k_source: str | None = _setting(None, "where k came from", _or_none(_text))
-    strategy: Literal["weight", "norm"] = _setting("weight", "how k is applied", _choice("weight", "norm"))
+    strategy: Literal["weight", "norm"] = _setting(
+        "weight", "what k divides: the head's matrix or the final norm", _choice("weight", "norm")
+    )
     query_encoder: Literal["mlm", "idf"] = _setting(
         "mlm", "queries by the model, or by the terms' IDF alone", _choice("mlm", "idf")
     )
-    max_seq_length: int = _setting(256, "tokens a text, in training and in use", _integer(1))
+    max_seq_length: int = _setting(256, "tokens per text, in training and in use", _integer(1))
     trust_remote_code: bool = _setting(False, "run the checkpoint's own code", _flag)
 
-    columns: dict[str, str] = _setting({}, "role to column name, where they differ", _names)
-    num_negatives: int | None = _setting(None, "negatives kept a row; all if null", _or_none(_integer(0)))
+    columns: dict[str, str] = _setting({}, "names of columns, as {query: question}", _names)
+    num_negatives: int | None = _setting(None, "negatives kept per row; all if null", _or_none(_integer(0)))
 
     loss: Literal["contrastive", "margin_mse", "kl_div"] = _setting(
         "contrastive", "ranking loss", _choice("contrastive", "margin_mse", "kl_div")
@@ -158,8 +160,8 @@ class Recipe:
     regularizer: Literal["flops", "l1", "df_flops"] = _setting(
         "flops", "sparsity penalty of both sides", _choice("flops", "l1", "df_flops")
     )
-    document_regularizer_weight: float = _setting(3e-5, "its weight for documents", _number(at_least=0))
-    query_regularizer_weight: float = _setting(5e-5, "its weight for queries", _number(at_least=0))
+    document_regularizer_weight: float = _setting(3e-5, "weight of the penalty on documents", _number(at_least=0))
+    query_regularizer_weight: float = _setting(5e-5, "weight of the penalty on queries", _number(at_least=0))
     joint_flops_weight: float = _setting(0.0, "weight of the joint query-document FLOPS", _number(at_least=0))
     regularizer_warmup: float = _setting(
         1 / 3, "share of the steps in which the weights rise from 0, quadratically", _number(above=0, at_most=1)
@@ -167,21 +169,25 @@ class Recipe:
 
     epochs: float | None = _setting(None, "passes over the data; 1 without max_steps", _or_none(_number(above=0)))
     max_steps: int | None = _setting(None, "optimiser steps, instead of epochs", _or_none(_integer(1)))
-    batch_size: int = _setting(32, "rows a process and batch", _integer(1))
+    batch_size: int = _setting(32, "rows per batch, in each process", _integer(1))
     mini_batch_size: int | None = _setting(None, "texts in memory at once (GradCache)", _or_none(_integer(1)))
-    gradient_accumulation: int = _setting(1, "batches a step, each with its own negatives", _integer(1))
-    learning_rate: float = _setting(2e-5, "AdamW's, at its peak", _number(above=0))
+    gradient_accumulation: int = _setting(1, "batches per step, each with its own negatives", _integer(1))
+    learning_rate: float = _setting(2e-5, "AdamW's peak learning rate", _number(above=0))
     head_learning_rate_factor: float | str = _setting(
         1.0, "factor of the head matrix's learning rate; k: the k of the head", _factor
     )
-    query_learning_rate: float = _setting(0.0, "idf: of the terms' weights; 0 keeps them", _number(at_least=0))
-    warmup: float = _setting(0.1, "share of the steps in which it rises from 0", _number(at_least=0, at_most=0.9))
-    weight_decay: float = _setting(0.01, "AdamW's", _number(at_least=0))
+    query_learning_rate: float = _setting(
+        0.0, "idf: learning rate of the terms' weights; 0 keeps them", _number(at_least=0)
+    )
+    warmup: float = _setting(
+        0.1, "share of the steps in which learning rates rise from 0", _number(at_least=0, at_most=0.9)
+    )
+    weight_decay: float = _setting(0.01, "AdamW's weight decay", _number(at_least=0))
     max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm", _number(above=0))
     precision: Literal["auto", "bf16", "fp32"] = _setting(
         "auto", "arithmetic; auto is bf16 where the GPU has it", _choice("auto", "bf16", "fp32")
     )
-    seed: int = _setting(42, "of shuffling and dropout", _integer(0))
+    seed: int = _setting(42, "seed of shuffling and dropout", _integer(0))
 
     logging_steps: int = _setting(50, "steps between two log lines", _integer(1))
     save_steps: int = _setting(500, "steps between two checkpoints, each evaluated", _integer(1))
