@@ -34,7 +34,11 @@ def model_crc32(model: BaseModel) -> int:
         config.pop("embedding_dimension", None)  # some modules learn it from their first input
     names = ("prompts", "default_prompt_name", "similarity_fn_name", "max_seq_length", "max_active_dims")
     settings = [modules, *(getattr(model, name, None) for name in names)]
-    checksum = zlib.crc32(json.dumps(settings, sort_keys=True, default=str).encode())
+    return weights_crc32(model, zlib.crc32(json.dumps(settings, sort_keys=True, default=str).encode()))
+
+
+def weights_crc32(model: torch.nn.Module, checksum: int = 0) -> int:
+    """CRC-32 of a model's weights, by which it is known again where its lengths and prompts are others."""
     for tensor in model.state_dict().values():
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         checksum = zlib.crc32(flat.view(torch.uint8).numpy().data, checksum)
