@@ -29,7 +29,8 @@ def make_shards(
         batch = Batch(list(ids[part]), matrix[part], None if parents is None else list(parents[part]))
         records.append(write_file(folder / file_name(number), batch, 0))
     dimension = matrix.shape[1]
-    Vocabulary(tuple(tokens or [f"t{i}" for i in range(dimension)])).write(folder / VOCABULARY)
-    settings = {"model": "by-hand", "model_crc32": 0}
+    vocabulary = Vocabulary(tuple(tokens or [f"t{i}" for i in range(dimension)]))
+    vocabulary.write(folder / VOCABULARY)
+    settings = {"model": "by-hand", "weights_crc32": 0, "vocabulary_crc32": vocabulary.crc32()}
     write_manifest(folder, Manifest(dimension, complete=True, built_with=settings, shards=records), ENCODED)
     return Shards(folder)

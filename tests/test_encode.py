@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from st_sparse_rescale.evaluation import IndexFileError, SparseIndex
 from st_sparse_rescale.evaluation.csr import as_csr
 from st_sparse_rescale.rows import DataError
 from st_sparse_rescale.serving import Corpus, Shards, encode_corpus
+from st_sparse_rescale.serving import encode as encode_module
 from st_sparse_rescale.serving.corpus import ShardReader
 from tests.engines_here import RAY, RAY_ENVIRONMENT, hindrance
 from tests.shard_files import make_shards
@@ -97,6 +99,7 @@ def test_columns_are_found_by_name_or_told(tmp_path):
         (['{"_id": "", "text": "x"}'], r"line 1: '_id' must be an id"),
         (['{"_id": "a", "text": "x"}', "{"], "line 2: not valid JSON"),
         (['{"_id": "a", "text": "x \\ud800"}'], r"line 1: 'text' holds .* at position 2, half a surrogate pair"),
+        (['{"_id": "a", "title": "\\ud800", "text": "x"}'], "line 1: 'title' holds .* half a surrogate pair"),
         ([], "there are no documents to encode"),
     ],
 )  # fmt: skip
@@ -206,6 +209,13 @@ def test_queries_are_encoded_as_queries_and_cosines_become_dot_products(checkpoi
     assert np.allclose((ours @ documents.T).toarray(), cosines, atol=1e-5)
 
 
+def test_of_a_folder_in_beirs_layout_the_queries_are_encoded_as_queries(model, tmp_path):
+    (tmp_path / "corpus.jsonl").write_text('{"_id": "d", "text": "a river"}\n')
+    (tmp_path / "queries.jsonl").write_text('{"_id": "q", "text": "what is a river?"}\n')
+    assert list(contents(encode(model, tmp_path, tmp_path / "documents"))) == ["d"]
+    assert list(contents(encode(model, Corpus(tmp_path), tmp_path / "queries", task="query"))) == ["q"]
+
+
 def test_parents_travel_with_their_chunks(model, tmp_path):
     file = tmp_path / "c.jsonl"
     file.write_text(
@@ -310,6 +320,15 @@ def test_damage_is_named(model, tmp_path):
     shard.unlink()
     with pytest.raises(IndexFileError, match=r"shard-00001\.parquet is missing"):
         Shards(out)
+    tokens = json.loads((out / "vocabulary.json").read_text())
+    for wrong in (tokens[::-1], tokens[:-1]):
+        (out / "vocabulary.json").write_text(json.dumps(wrong))
+        with pytest.raises(IndexFileError, match=r"vocabulary\.json is not the one that the texts were encoded with"):
+            Shards(out)
+    (out / "vocabulary.json").write_text(json.dumps(dict.fromkeys(tokens)))
+    with pytest.raises(IndexFileError, match="no list of tokens"):
+        Shards(out)
+    assert len(encode(model, DOCUMENTS, out, shard_size=20)) == 48  # which is how all of it is mended
 
 
 def test_a_corpus_that_changes_while_it_is_encoded_is_an_error(model, tmp_path):
@@ -332,6 +351,20 @@ def test_numbers_that_make_no_sense_are_refused(model, tmp_path):
         encode(model, DOCUMENTS, tmp_path / "out", ray=True, devices=["cpu"])
 
 
+def test_a_device_that_is_not_there_is_refused_before_any_work(tmp_path):
+    for device in ("gpu", "cuda:99"):
+        with pytest.raises(ValueError, match=f"There is no device '{device}' here"):
+            encode("no model is loaded", DOCUMENTS, tmp_path / "out", devices=["cpu", device])
+
+
+def test_a_weight_that_is_nan_is_placed(checkpoint, tmp_path):
+    model = SparseEncoder(str(checkpoint("bert")))
+    with torch.no_grad():
+        model[0].model.get_output_embeddings().bias[5] = float("nan")
+    with pytest.raises(ValueError, match=r"Of corpus, the documents 'd0' to 'd19' cannot be encoded: .* found nan"):
+        encode(model, DOCUMENTS, tmp_path / "out", shard_size=20)
+
+
 # More processes
 
 
@@ -340,6 +373,47 @@ def test_two_processes_give_the_same_bits_as_one(model, tmp_path):
     one = encode(model, DOCUMENTS, tmp_path / "one", shard_size=30)
     two = encode(model, DOCUMENTS, tmp_path / "two", shard_size=30, devices=["cpu"], processes=2)
     assert contents(two) == contents(one)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_an_error_from_which_the_call_goes_on(model, tmp_path, monkeypatch):
+    write = encode_module.write_file
+
+    def and_kill(*arguments):
+        for process in multiprocessing.active_children():
+            process.kill()
+        return write(*arguments)
+
+    monkeypatch.setattr(encode_module, "write_file", and_kill)
+    with pytest.raises(ChildProcessError, match=r"exit code -9.*repeat the command to go on"):
+        encode(model, DOCUMENTS, tmp_path / "out", shard_size=20, devices=["cpu"], processes=2)
+    monkeypatch.undo()
+    first = (tmp_path / "out" / "shard-00000.parquet").stat().st_mtime_ns
+    assert list(contents(encode(model, DOCUMENTS, tmp_path / "out", shard_size=20))) == list(DOCUMENTS)
+    assert (tmp_path / "out" / "shard-00000.parquet").stat().st_mtime_ns == first
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_the_killed_command_that_started_it(tmp_path):
+    command = """
+import multiprocessing, time
+
+def work():
+    print("started", flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    from st_sparse_rescale.serving.pool import _EndsWithParent
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.ends_with_parent = _EndsWithParent()
+    process.start()
+    process.join()
+"""
+    (tmp_path / "command.py").write_text(command)
+    process = subprocess.Popen([sys.executable, tmp_path / "command.py"], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"started\n"
+    process.kill()
+    process.communicate(timeout=60)  # comes back once nobody can write to the output any more
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from st_sparse_rescale.evaluation.checksum import texts_crc32
+from st_sparse_rescale.evaluation.encoding import Task
 from st_sparse_rescale.rows import DataError, Row, read_rows
 
 ID_NAMES = ("_id", "id", "docid", "doc_id", "pid", "qid")
@@ -67,6 +68,12 @@ class Corpus:
     text_column: str | None = None
     title_column: str | None = None
     parent_column: str | None = None
+
+    def of(self, task: Task) -> Corpus:
+        """What is to be encoded as ``document`` or as ``query``: a folder in BEIR's layout holds both."""
+        if task == "document" or isinstance(self.source, Mapping) or not Path(self.source).is_dir():
+            return self
+        return replace(self, source=Path(self.source) / "queries.jsonl")
 
     @property
     def name(self) -> str:
@@ -178,7 +185,8 @@ class _Columns:
         self.title = self._given(corpus.title_column) or "title"  # rows of JSON need not all have one
 
     def document(self, row: Row, place: str) -> Document:
-        text = f"{row.get(self.title) or ''} {self._text(row, self.text, place)}".strip()
+        title = _encodable(str(row.get(self.title) or ""), self.title, place)
+        text = f"{title} {self._text(row, self.text, place)}".strip()
         parent = None if self.parent is None else self._id(row, self.parent, place)
         return Document(self._id(row, self.id, place), text, parent)
 

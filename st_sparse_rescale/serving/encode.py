@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Transformer
 from tqdm.auto import tqdm
 
+from st_sparse_rescale.evaluation.checksum import weights_crc32
 from st_sparse_rescale.evaluation.encoding import Task, encode_texts, encoding_settings
 from st_sparse_rescale.evaluation.index_files import IndexFileError, ShardRecord, begin_or_resume, write_manifest
 from st_sparse_rescale.evaluation.retrieval import similarity_scale
 from st_sparse_rescale.evaluation.systems import Systems
 from st_sparse_rescale.rescaling import recorded_rescale
 from st_sparse_rescale.serving.corpus import Corpus, ShardReader, Survey, crc32_of
+from st_sparse_rescale.serving.pool import encoding_pool
 from st_sparse_rescale.serving.shards import ENCODED, VOCABULARY, Batch, Shards, file_name, write_file
 from st_sparse_rescale.serving.vocabulary import Vocabulary
 
@@ -67,7 +70,8 @@ def encode_corpus(
         DataError: The corpus cannot be read, a document is malformed, or an id stands twice.
         IndexFileError: The folder holds something else, or texts of another corpus, model or setting.
         ValueError: A number is not positive, the model's similarity is neither dot product nor cosine, or a weight is
-            NaN.
+            NaN, or a device is not there.
+        ChildProcessError: One of several processes died; the call can be repeated.
         ImportError: Ray is asked for and absent.
 
     Example:
@@ -81,7 +85,9 @@ def encode_corpus(
             raise ValueError(f"{name} must be a positive whole number, got {number}.")
     if ray and devices:
         raise ValueError("Ray places the work itself, a GPU a worker where the cluster has any: leave devices out.")
-    corpus = corpus if isinstance(corpus, Corpus) else Corpus(corpus)
+    for device in devices:
+        _require_device(device)
+    corpus = (corpus if isinstance(corpus, Corpus) else Corpus(corpus)).of(task)
     folder = Path(output)
     survey = corpus.survey(shard_size)
     ((name, loaded),) = Systems([model], max_length=max_length).sparse.items()
@@ -115,6 +121,13 @@ def encode_corpus(
     return Shards(folder)
 
 
+def _require_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # how torch says that it was built without CUDA
+        raise ValueError(f"There is no device {device!r} here ({error}): choose another, such as cpu.") from error
+
+
 @dataclass(frozen=True)
 class EncodingJob:
     """What there is to encode, and how; any process can do a part of it."""
@@ -132,6 +145,7 @@ class EncodingJob:
         rescales = [rescale for module in transformers if (rescale := recorded_rescale(module.model.config))]
         return {
             "rescale": [{"k": rescale.k, "strategy": rescale.strategy} for rescale in rescales],
+            "weights_crc32": weights_crc32(model),
             "task": self.task,
             "similarity": model.similarity_fn_name,
             **encoding_settings(model, self.max_active_dims),
@@ -159,15 +173,19 @@ class EncodingJob:
                     f"{self.corpus.name} is not what it was when its documents were counted: they differ in shard "
                     f"{number}. Do not write to it while it is encoded, and let every node see the same."
                 )
-            vectors = encode_texts(
-                model,
-                [document.text for document in documents],
-                task=self.task,
-                batch_size=self.batch_size,
-                max_active_dims=self.max_active_dims,
-                pool=pool,
-                on_encoded=on_encoded,
-            )
+            try:
+                vectors = encode_texts(
+                    model,
+                    [document.text for document in documents],
+                    task=self.task,
+                    batch_size=self.batch_size,
+                    max_active_dims=self.max_active_dims,
+                    pool=pool,
+                    on_encoded=on_encoded,
+                )
+            except ValueError as error:
+                ends = f"{documents[0].id!r} to {documents[-1].id!r}"
+                raise ValueError(f"Of {self.corpus.name}, the documents {ends} cannot be encoded: {error}") from error
             parents = [document.parent for document in documents if document.parent is not None]
             batch = Batch([document.id for document in documents], scale(vectors), parents or None)
             return write_file(folder / file_name(number), batch, checksum)
@@ -188,8 +206,5 @@ def _records(
         model.to(targets[0])
         yield from map(job.encoder(model, folder, on_encoded=on_encoded), numbers)
         return
-    pool = model.start_multi_process_pool(targets)
-    try:
+    with encoding_pool(model, targets) as pool:
         yield from map(job.encoder(model, folder, pool=pool, on_encoded=on_encoded), numbers)
-    finally:
-        model.stop_multi_process_pool(pool)

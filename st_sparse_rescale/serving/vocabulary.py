@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,8 @@ from sentence_transformers.sparse_encoder.modules import SparseAutoEncoder
 
 from st_sparse_rescale.evaluation.checksum import texts_crc32
 from st_sparse_rescale.whole import written_whole
+
+_NUMBER = re.compile(r"\[\d+\]")
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,10 @@ class Vocabulary:
             OSError: The file cannot be read.
             ValueError: It holds something else.
         """
-        return cls(tuple(json.loads(Path(file).read_text(encoding="utf-8"))))
+        tokens = json.loads(Path(file).read_text(encoding="utf-8"))
+        if not isinstance(tokens, list):
+            raise ValueError("it holds no list of tokens")
+        return cls(tuple(tokens))
 
     def write(self, file: str | Path) -> None:
         """Write a JSON list, in one step."""
@@ -83,23 +89,18 @@ class Vocabulary:
         """Give each dimension a name that an engine takes.
 
         Args:
-            usable: Whether the engine takes a token as a name; one that it does not take is called ``[id]``.
+            usable: Whether the engine takes a token as a name; one that it does not take is called ``[id]``, and so is
+                a token that looks like such a name.
 
         Returns:
-            (dimensions,): the names.
-
-        Raises:
-            ValueError: Two dimensions would have one name.
+            (dimensions,): the names, all different, as tokens are.
 
         Example:
             ::
 
                 Vocabulary(("the", "U.S.")).names(lambda token: "." not in token)  # ["the", "[1]"]
         """
-        names = [token if token is not None and usable(token) else f"[{id}]" for id, token in enumerate(self.tokens)]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(
-                f"Two dimensions would be called {twice!r}: name the terms by their numbers (--terms ids)."
-            )
-        return names
+        return [
+            token if token is not None and usable(token) and not _NUMBER.fullmatch(token) else f"[{id}]"
+            for id, token in enumerate(self.tokens)
+        ]
