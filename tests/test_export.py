@@ -18,6 +18,7 @@ from st_sparse_rescale.cli import app
 from st_sparse_rescale.evaluation.csr import as_csr
 from st_sparse_rescale.evaluation.index_files import IndexFileError
 from st_sparse_rescale.serving import TARGETS, Vocabulary, encode_corpus, export, load_target, overlap
+from st_sparse_rescale.serving.export import _some_of
 from st_sparse_rescale.serving.targets.target import decimals
 from tests import engine_schemas as schemas
 from tests.shard_files import make_shards
@@ -172,9 +173,27 @@ def test_the_overlap_is_that_of_the_top_10_by_brute_force(tmp_path):
     assert pruned.overlap < 1.0
     assert pruned.weights <= 3 * 200
     other = make_shards(tmp_path / "other", queries, [f"q{i}" for i in range(20)])
-    other.settings["model_crc32"] = 1
+    other.settings["weights_crc32"] = 1
     with pytest.raises(ValueError, match="encoded by different models"):
         export(documents, "qdrant", tmp_path / "no", queries=other, show_progress_bar=False)
+
+
+def test_queries_may_have_other_lengths_and_prompts_than_the_documents(checkpoint, tmp_path):
+    quiet = {"show_progress_bar": False}
+    documents = encode_corpus(checkpoint("bert"), dict(enumerate_texts()), tmp_path / "d", max_length=24, **quiet)
+    model = SparseEncoder(str(checkpoint("bert")), prompts={"query": "river : ", "document": ""})
+    queries = encode_corpus(model, {"q": "the capital"}, tmp_path / "q", task="query", max_length=9, **quiet)
+    report = export(documents, "qdrant", tmp_path / "out", queries=queries, **quiet)
+    assert (report.overlap, report.queries) == (1.0, f"1 of {tmp_path / 'q'}")
+
+
+def test_of_many_queries_some_are_compared(tmp_path):
+    dense = np.random.default_rng(5).random((1_500, 4)).astype(np.float32)
+    documents = make_shards(tmp_path / "d", dense[:20], [f"d{i}" for i in range(20)])
+    queries = make_shards(tmp_path / "q", dense, [f"q{i}" for i in range(1_500)], shard_size=700)
+    report = export(documents, "qdrant", tmp_path / "out", queries=queries, show_progress_bar=False)
+    assert report.queries == f"215 of {tmp_path / 'q'}"  # each seventh
+    assert np.array_equal(_some_of(queries).toarray(), dense[::7])
 
 
 def test_a_single_document_is_exported_though_nothing_can_be_compared(tmp_path):
@@ -212,6 +231,20 @@ def test_the_overlap_of_lucene_is_that_of_its_nine_bits(tmp_path):
     assert overlaps == {"elasticsearch": 0.0, "opensearch": 0.0, "qdrant": 1.0}
 
 
+def test_the_overlap_of_seismic_is_that_of_its_half_precision(tmp_path):
+    weights = 1 + np.arange(100, dtype=np.float32)[:, None] / 250_000  # all 1 in half precision
+    shards = make_shards(tmp_path / "shards", weights, [f"d{i:02d}" for i in range(100)])
+    query = make_shards(tmp_path / "query", np.ones((1, 1)), ["q"])
+    assert export(shards, "seismic", tmp_path / "out", queries=query, show_progress_bar=False).overlap == 0.0
+
+
+def test_weights_that_lucene_refuses_are_left_out(tmp_path):
+    shards = make_shards(tmp_path / "shards", np.array([[1e-40, 1.0], [1e-40, 0.0]], dtype=np.float32), ["a", "b"])
+    report = export(shards, "elasticsearch", tmp_path / "out", show_progress_bar=False)
+    assert read(tmp_path / "out", report) == {"a": {"t1": 1.0}, "b": {}}
+    assert (report.weights, report.empty) == (1, 1)
+
+
 def test_tokens_that_an_engine_does_not_take_are_called_by_their_number():
     vocabulary = Vocabulary(tuple(TOKENS))
     names = {to: TARGETS[to](vocabulary).names for to in ("elasticsearch", "anserini", "vespa", "seismic")}
@@ -219,8 +252,8 @@ def test_tokens_that_an_engine_does_not_take_are_called_by_their_number():
     assert names["anserini"][:3] == ["the", "U.S.", "[2]"]
     assert names["vespa"][5] == "[5]"
     assert names["seismic"][6] == "[6]"
-    with pytest.raises(ValueError, match=r"Two dimensions would be called '\[1\]'"):
-        Vocabulary(("[1]", "U.S.")).names(lambda token: "." not in token)
+    looks_like_one = Vocabulary(("[1]", "U.S.", "[2]", "[x]", None))
+    assert looks_like_one.names(lambda token: "." not in token) == ["[0]", "[1]", "[2]", "[x]", "[4]"]
 
 
 def test_numbers_are_as_short_as_float32_allows():
@@ -253,8 +286,10 @@ def test_chunks_are_combined_on_request(tmp_path):
     report = export(shards, "milvus", tmp_path / "out", combine=True, show_progress_bar=False)
     assert read(tmp_path / "out", report) == {"a": {"0": 3.0, "1": 4.0, "2": 2.0}, "b": {"2": 5.0}}
     apart = make_shards(tmp_path / "apart", dense, ["a#0", "b#0", "a#1"])
-    with pytest.raises(ValueError, match="'a' stands at positions 0 and 2"):
+    with pytest.raises(ValueError, match=r"'a' stands at positions 0 and 2.*Chunks to combine must follow each other"):
         export(apart, "milvus", tmp_path / "none", combine=True, show_progress_bar=False)
+    with pytest.raises(ValueError, match=r"separator .* is empty"):
+        export(apart, "milvus", tmp_path / "none", combine=True, separator="", show_progress_bar=False)
 
 
 def test_an_export_appears_whole_or_not_at_all(shards, tmp_path, monkeypatch):
@@ -280,7 +315,9 @@ def test_what_cannot_be_exported_is_refused_by_name(shards, tmp_path):
         ({"to": "solr"}, "no target 'solr': choose one of anserini"),
         ({"to": "qdrant", "mass": 2}, "share of mass"),
         ({"to": "qdrant", "name": "Docs"}, "'Docs' will not do"),
-        ({"to": "anserini", "levels": 0}, "at least 1, got 0"),
+        ({"to": "anserini", "levels": 0}, "from 1 to 16,777,216, got 0"),
+        ({"to": "anserini", "levels": 10**12}, "from 1 to 16,777,216, got"),
+        ({"to": "anserini", "threshold": 99}, "threshold of 99 leaves nothing, since the largest weight is"),
     ):
         with pytest.raises(ValueError, match=message):
             export(shards, output=tmp_path / "none", show_progress_bar=False, **arguments)
@@ -291,6 +328,12 @@ def test_what_cannot_be_exported_is_refused_by_name(shards, tmp_path):
     long = make_shards(tmp_path / "long", np.ones((1, 2)), ["ü" * 300])
     with pytest.raises(ValueError, match="600 bytes, Elasticsearch takes 512"):
         export(long, "elasticsearch", tmp_path / "none", show_progress_bar=False)
+    with pytest.raises(ValueError, match="2,700 bytes, a key of PostgreSQL 2,692"):
+        export(make_shards(tmp_path / "key", np.ones((1, 2)), ["k" * 2_700]), "pgvector", tmp_path / "none")
+    with pytest.raises(ValueError, match=r"control character '\\x00', which Vespa refuses"):
+        export(make_shards(tmp_path / "null", np.ones((1, 2)), ["a\0b"]), "vespa", tmp_path / "none")
+    with pytest.raises(ValueError, match="weight of 70000, and Seismic's half precision ends at 65,504"):
+        export(make_shards(tmp_path / "huge", np.full((1, 2), 7e4), ["h"]), "seismic", tmp_path / "none")
     nothing = make_shards(tmp_path / "nothing", np.zeros((1, 2)), ["n"])
     with pytest.raises(ValueError, match="No document has a term"):
         export(nothing, "qdrant", tmp_path / "none", show_progress_bar=False)

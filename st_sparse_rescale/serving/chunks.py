@@ -23,6 +23,9 @@ def combine_chunks(batches: Iterable[Batch], separator: str = "#") -> Iterator[B
             last separator is cut off the id, as in ``doc#0``, ``doc#1``. An id without one is a whole document.
         separator: Stands between the document's id and the chunk's number.
 
+    Raises:
+        ValueError: The separator is empty.
+
     Yields:
         Batches in which each document is one row, called by its id.
 
@@ -32,6 +35,8 @@ def combine_chunks(batches: Iterable[Batch], separator: str = "#") -> Iterator[B
             both = Batch(["d#0", "d#1"], as_csr(np.array([[1.0, 0.0], [0.5, 2.0]])))
             next(combine_chunks([both]))  # ids ["d"], vectors [[1.0, 2.0]]
     """
+    if not separator:
+        raise ValueError("The separator between a document's id and its chunk's number is empty: give a text, as #.")
     chunk = re.compile(rf"(.+){re.escape(separator)}\d+", re.DOTALL)
     held: Batch | None = None  # the last document so far, which may go on
     for batch in batches:

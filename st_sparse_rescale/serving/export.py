@@ -26,7 +26,8 @@ from st_sparse_rescale.whole import written_whole
 REPORT = "export.json"
 DOCUMENTS = "documents"  # a folder with nothing else: Anserini reads whatever there is
 LEVELS = 255
-# Queries whose top 10 is compared; documents stand in where there are no queries.
+MAX_LEVELS = 1 << 24  # up to which float32 tells all whole numbers apart
+# Queries whose top 10 is compared, about; documents stand in where there are no queries.
 SAMPLE, TOP_K = 200, 10
 
 
@@ -102,14 +103,15 @@ def export(
         separator: Between a document's id and the number of its chunk.
         levels: The largest integer, for engines with integer weights: the scale is this over the largest weight there
             is, so that no weight is cut off and the heaviest keep their order.
-        queries: Encoded queries whose top 10 is compared with exact search; by default documents stand in for them.
+        queries: Encoded queries, of which about 200 are compared with exact search; by default documents stand in.
         show_progress_bar: Show the documents done.
 
     Returns:
         What was exported.
 
     Raises:
-        ValueError: No such engine, a limit is out of its range, or the engine cannot hold a document.
+        ValueError: No such engine, a limit is out of its range or leaves nothing, the queries are another model's, or
+            the engine cannot hold a document.
         IndexFileError: The shards are damaged or unfinished.
         FileExistsError: The output is there already.
 
@@ -121,8 +123,8 @@ def export(
     """
     if to not in TARGETS:
         raise ValueError(f"There is no target {to!r}: choose one of {', '.join(TARGETS)}.")
-    if levels < 1:
-        raise ValueError(f"The largest integer must be at least 1, got {levels}.")
+    if not 1 <= levels <= MAX_LEVELS:
+        raise ValueError(f"The largest integer must be from 1 to {MAX_LEVELS:,}, got {levels}.")
     shards = shards if isinstance(shards, Shards) else Shards(shards)
     output = Path(output)
     if output.exists():
@@ -136,6 +138,10 @@ def export(
         return combine_chunks(batches, separator) if combine else batches
 
     survey = _Survey(documents("Reading"), shards.vocabulary, every=max(1, len(shards) // SAMPLE))
+    if threshold is not None and threshold > survey.largest:
+        raise ValueError(
+            f"A threshold of {threshold} leaves nothing, since the largest weight is {survey.largest:g}: lower it."
+        )
     if target.integers:
         target.scale = levels / survey.largest
     comparison = _Comparison(target, survey, None if queries is None else _queries(queries, shards))
@@ -200,15 +206,18 @@ class _Survey:
             tokens = _tokens(batch.vectors, vocabulary)
             self.no_tokens += batch.vectors.nnz - tokens.nnz
             self.largest = max(self.largest, float(tokens.data.max(initial=0)))
-            some = [row for row in range(len(batch.ids)) if (seen + row) % every == 0]
+            some = _spaced(seen, len(batch.ids), every)
             rows.append(batch.vectors[some])
             self.sample_ids += [batch.ids[row] for row in some]
             ids.append(Ids.of(batch.ids))
             seen += len(batch.ids)
         if not self.largest:
             raise ValueError("No document has a term: there is nothing to export. Look at the model's vectors.")
-        self.order = IdOrder(Ids.joined(ids))
-        """All documents; an id that stands twice, as when the chunks of a document are apart, is an error."""
+        try:
+            self.order = IdOrder(Ids.joined(ids))
+            """All documents."""
+        except ValueError as error:
+            raise ValueError(f"{error} Chunks to combine must follow each other.") from error
         self.sample = sparse.vstack(rows, format="csr")
         """Documents that stand in for queries."""
 
@@ -220,7 +229,8 @@ class _Comparison:
         self._target = target
         asked, excluded = survey.sample, None
         if queries is not None:
-            asked, self.queries = sparse.vstack([batch.vectors for batch in queries], format="csr"), str(queries.folder)
+            asked = _some_of(queries)
+            self.queries = f"{asked.shape[0]} of {queries.folder}"
         else:
             excluded, self.queries = survey.sample_ids, f"{len(survey.sample_ids)} of the documents"
         self._exact = TopK(asked, survey.order, TOP_K, excluded=excluded)
@@ -278,9 +288,23 @@ def _tokens(vectors: sparse.csr_matrix, vocabulary: Vocabulary) -> sparse.csr_ma
 
 def _queries(queries: Shards | str | Path, documents: Shards) -> Shards:
     queries = queries if isinstance(queries, Shards) else Shards(queries)
-    if queries.settings["model_crc32"] != documents.settings["model_crc32"]:
+    if queries.settings["weights_crc32"] != documents.settings["weights_crc32"]:
         raise ValueError(f"{queries.folder} and {documents.folder} were encoded by different models.")
     return queries
+
+
+def _some_of(queries: Shards) -> sparse.csr_matrix:
+    """Evenly spaced queries: to search by each of thousands would take longer than all the rest."""
+    every, seen, rows = max(1, len(queries) // SAMPLE), 0, []
+    for batch in queries:
+        rows.append(batch.vectors[_spaced(seen, len(batch.ids), every)])
+        seen += len(batch.ids)
+    return sparse.vstack(rows, format="csr")
+
+
+def _spaced(seen: int, count: int, every: int) -> list[int]:
+    """Which of the next rows to take for one in so many of all."""
+    return list(range(-seen % every, count, every))
 
 
 def _shown(shards: Shards, stage: str, show_progress_bar: bool) -> Iterator[Batch]:

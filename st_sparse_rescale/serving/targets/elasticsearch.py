@@ -9,6 +9,7 @@ import numpy as np
 from scipy import sparse
 
 from st_sparse_rescale.evaluation.csr import Embeddings
+from st_sparse_rescale.serving.pruning import kept
 from st_sparse_rescale.serving.targets.target import MIB, Target, json_file, json_line
 
 
@@ -35,6 +36,10 @@ class BulkTarget(Target):
         """The body of ``PUT /NAME``."""
         fields = {"id": {"type": "keyword"}, "vector": {"type": self.field_type}}
         return {"index.json": json_file({"mappings": {"dynamic": "strict", "properties": fields}})}
+
+    def written(self, vectors: sparse.csr_matrix) -> sparse.csr_matrix:
+        """Without what is so small that Lucene refuses the whole document for it."""
+        return kept(vectors, vectors.data >= np.finfo(np.float32).smallest_normal)
 
     def searched(self, vectors: sparse.csr_matrix) -> sparse.csr_matrix:
         """Cut off after 9 significant bits, as Lucene does."""

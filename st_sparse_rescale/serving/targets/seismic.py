@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from scipy import sparse
 
 from st_sparse_rescale.evaluation.csr import Embeddings
 from st_sparse_rescale.serving.targets.target import Target, json_line
 
+MAX_WEIGHT = 65_504
 MAX_TERM = 30  # characters, beyond which some versions cut the terms of queries
 
 
@@ -22,6 +24,11 @@ class SeismicTarget(Target):
         """An object with ``id``, ``content`` and ``vector``; an empty vector has no place in the index."""
         if not len(terms):
             return None
+        if weights.max() > MAX_WEIGHT:
+            raise ValueError(
+                f"Document {id!r:.60} has a weight of {weights.max():g}, and Seismic's half precision ends at "
+                f"{MAX_WEIGHT:,}: use a model with smaller weights, or another engine."
+            )
         return json_line({"id": id, "content": "", "vector": self.named(terms, weights)})
 
     def query(self, vector: Embeddings, top_k: int = 10) -> dict[str, Any]:
@@ -41,6 +48,12 @@ class SeismicTarget(Target):
             "query_values": np.array(list(terms.values()), dtype=np.float32),
             "k": top_k,
         }
+
+    def searched(self, vectors: sparse.csr_matrix) -> sparse.csr_matrix:
+        """Half precision, as the index keeps them."""
+        halved = vectors.copy()
+        halved.data = vectors.data.astype(np.float16).astype(np.float32)
+        return halved
 
     def usable(self, token: str) -> bool:
         """No more characters than the client keeps."""

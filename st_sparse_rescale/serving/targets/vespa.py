@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from st_sparse_rescale.evaluation.csr import Embeddings
 from st_sparse_rescale.serving.targets.target import Target, json_line
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 SCHEMA = """\
 schema NAME {
     document NAME {
@@ -45,6 +47,10 @@ class VespaTarget(Target):
 
     def document(self, id: str, terms: np.ndarray, weights: np.ndarray) -> str:
         """A put; a document with an empty vector goes without it, and is never found by it."""
+        if control := _CONTROL.search(id):
+            raise ValueError(
+                f"The id {id!r:.60} holds the control character {control[0]!r}, which Vespa refuses: rename it."
+            )
         fields: dict[str, Any] = {"id": id}
         if len(terms):
             fields |= {"terms": self._integers(terms, weights), "vector": {"cells": self.named(terms, weights)}}
