@@ -236,8 +236,12 @@ def test_scores_that_cannot_be_learnt(tmp_path, label, reason):
 
 
 def test_distillation_needs_scores_and_negatives(tmp_path):
-    assert "no column 'label'" in broken(tmp_path, "data.jsonl", NEGATIVES, teacher_scores="margins")
-    assert "no negative column" in broken(tmp_path, "data.jsonl", [{**PAIRS[0], "label": 1}], teacher_scores="margins")
+    message = broken(tmp_path, "data.jsonl", NEGATIVES, teacher_scores="margins")
+    assert "no column of teacher scores" in message
+    assert "`st-sparse-rescale score`" in message
+    message = broken(tmp_path, "data.jsonl", [{**PAIRS[0], "label": 1}], teacher_scores="margins")
+    assert "no negative column" in message
+    assert "`st-sparse-rescale mine`" in message
     both = [{**NEGATIVES[0], "label": [1, 2], "score": [1, 2]}]
     assert "['label', 'score']: keep one" in broken(tmp_path, "data.jsonl", both, teacher_scores="margins")
     margins = [{**NEGATIVES[0], "label": [1, 2]}]

@@ -366,7 +366,7 @@ def test_missing_parts_are_named(recipe, tmp_path, no_model):
         train(recipe(eval="nowhere"), tmp_path / "e")
     with pytest.raises(DataError, match="hold a single row: training needs at least 2"):
         train(recipe(ROWS[:1]), tmp_path / "f")
-    with pytest.raises(DataError, match="no column 'label'"):
+    with pytest.raises(DataError, match="no column of teacher scores, label or score"):
         train(recipe(loss="margin_mse", rows=[{**row, "negative": "x"} for row in ROWS]), tmp_path / "g")
 
 

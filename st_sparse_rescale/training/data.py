@@ -135,11 +135,19 @@ class _Roles:
         if teacher_scores == "none":
             return
         if not self.negatives:
-            raise DataError(f"there is no negative column, which distillation compares; the columns are {found}.")
+            raise DataError(
+                f"there is no negative column, which distillation compares; the columns are {found}. "
+                "`st-sparse-rescale mine` finds negatives."
+            )
         labels = ["label"] if "label" in columns else [name for name in LABEL_NAMES if name in names]
         if len(labels) > 1:
             raise DataError(f"the teacher's scores could be any of {labels}: keep one, or set columns: {{label: ...}}.")
-        self.label = names[labels[0]] if labels else self._need("label", names)
+        if not labels:
+            raise DataError(
+                f"there is no column of teacher scores, label or score; the columns are {found}. "
+                "Let `st-sparse-rescale score` add one, or set columns: {label: its name}."
+            )
+        self.label = names[labels[0]]
 
     def refuse_new_negatives(self, row: Row, place: str) -> None:
         """Refuse negatives that the first row has no column for: they would be left out without a word."""

@@ -67,7 +67,7 @@ def score(
         score("mined.jsonl", "scored.jsonl", cross_encoder="cross-encoder/ms-marco-MiniLM-L6-v2")
     """
     if (cross_encoder is None) == (sparse is None):
-        raise ValueError("Give one teacher: a cross-encoder or a sparse model.")
+        raise ValueError("Give one teacher: a cross-encoder (--cross-encoder) or a sparse model (--sparse).")
     data = load_training_data(source, columns=columns, num_negatives=num_negatives)
     negatives = [name for name in data.column_names if name.startswith("negative")]
     if not negatives:

@@ -110,7 +110,7 @@ def mine(
     """
     output, chosen = Path(output), NegativeFilter(**rule)
     if sum((bm25, sparse is not None, dense is not None)) != 1:
-        raise ValueError("Give one way to search: bm25, a sparse model or a dense model.")
+        raise ValueError("Give one way to search: bm25 (--bm25), a sparse model (--sparse) or a dense model (--dense).")
     if cross_encoder is not None and not chosen.looks_at_scores:
         raise ValueError(
             "A cross-encoder decides which candidates are too good to be negatives: give absolute_margin, "

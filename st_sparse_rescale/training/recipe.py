@@ -151,14 +151,14 @@ class Recipe:
     num_negatives: int | None = _setting(None, "negatives kept per row; all if null", _or_none(_integer(0)))
 
     loss: Literal["contrastive", "margin_mse", "kl_div"] = _setting(
-        "contrastive", "ranking loss", _choice("contrastive", "margin_mse", "kl_div")
+        "contrastive", "ranking loss: contrastive, margin_mse or kl_div", _choice("contrastive", "margin_mse", "kl_div")
     )
     scale: float = _setting(1.0, "contrastive: factor on dot products, 1 / temperature", _number(above=0))
     temperature: float = _setting(1.0, "kl_div: divisor of both sides' scores", _number(above=0))
     teacher_scale: float = _setting(1.0, "factor on teacher scores, into the student's unit", _number(above=0))
 
     regularizer: Literal["flops", "l1", "df_flops"] = _setting(
-        "flops", "sparsity penalty of both sides", _choice("flops", "l1", "df_flops")
+        "flops", "sparsity penalty of both sides: flops, l1 or df_flops", _choice("flops", "l1", "df_flops")
     )
     document_regularizer_weight: float = _setting(3e-5, "weight of the penalty on documents", _number(at_least=0))
     query_regularizer_weight: float = _setting(5e-5, "weight of the penalty on queries", _number(at_least=0))
