@@ -84,6 +84,9 @@ The published checkpoints hold their heads under the names of `legacy=False`, wh
 and has no decoder. The legacy head computes the same under other names. Convert a checkpoint once, and use the folder:
 
 ```python
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+checkpoint, folder = "microsoft/deberta-v3-base", "deberta-v3-base-legacy"
 names = {
     r"^lm_predictions\.lm_head\.(dense|LayerNorm)\.": r"cls.predictions.transform.\1.",
     r"^lm_predictions\.lm_head\.bias": "cls.predictions.bias",
