@@ -134,7 +134,7 @@ def test_parts_of_other_data_or_another_teacher_are_refused(files, sparse, cross
         score(files.mined, files.out, sparse=sparse, **QUIET)
 
 
-def test_refusals(files, sparse, checkpoint, monkeypatch):
+def test_refusals(files, sparse, checkpoint):
     with pytest.raises(ValueError, match="Give one teacher"):
         score(files.mined, files.out)
     write_jsonl(files.out.with_name("pairs.jsonl"), [{"query": "q", "positive": "p"}])
@@ -142,9 +142,24 @@ def test_refusals(files, sparse, checkpoint, monkeypatch):
         score(files.out.with_name("pairs.jsonl"), files.out, sparse=sparse)
     with pytest.raises(ValueError, match="gives 3 numbers a pair, as a classifier does"):
         load_cross_encoder(CrossEncoder(str(checkpoint("bert")), num_labels=3, device="cpu"))
-    monkeypatch.setattr(distillation, "sparse_scorer", lambda *_, **__: lambda pairs: [float("nan")] * len(pairs))
-    with pytest.raises(ValueError, match=r"scores of row 1 \('The quick brown"):
-        score(files.mined, files.out, sparse=sparse, **QUIET)
+    with pytest.raises(ValueError, match=r"bert holds BertForMaskedLM, no trained cross-encoder: .* random layer"):
+        score(files.mined, files.out, cross_encoder=checkpoint("bert"))
+    assert not files.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        (float("nan"), r"score of 'The quick brown fox jumps' and 'The quick .* is nan: look for NaN"),
+        (2.5, r"one score, such as 2\.5, in each of the first 16 rows: there is nothing to learn"),
+    ],
+)
+def test_a_teacher_that_tells_nothing_is_refused(files, checkpoint, bias, message):
+    teacher = CrossEncoder(str(checkpoint("bert")), num_labels=1, device="cpu")
+    torch.nn.init.zeros_(teacher.model.classifier.weight)
+    torch.nn.init.constant_(teacher.model.classifier.bias, bias)
+    with pytest.raises(ValueError, match=message):
+        score(files.mined, files.out, cross_encoder=teacher, **QUIET)
     assert not files.out.exists()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from sentence_transformers import SentenceTransformer, SparseEncoder
+from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from sentence_transformers.util import mine_hard_negatives
@@ -268,11 +268,27 @@ def test_without_a_corpus_the_positives_are_searched_and_given_negatives_not_loo
     assert {text for row in rows_of(mined.file) for text in row["negatives"]} <= set(TEXTS)
 
 
+@pytest.mark.parametrize("way", ["bm25", "sparse", "dense"])
+def test_a_querys_own_text_is_not_its_negative(files, model, dense, way):
+    """As in a collection of duplicate questions, where each query is a document, and the one that is most like it."""
+    if way == "dense":
+        pytest.importorskip("faiss", reason="dense mining needs faiss-cpu")
+    write_jsonl(files.corpus, [{"text": row["query"]} for row in PAIRS])
+    by = {"bm25": True, "sparse": model, "dense": dense}[way]
+    mined = mine(files.pairs, files.out, corpus=files.corpus, num_negatives=1, **{way: by}, **QUIET)
+    found = rows_of(files.out)
+    assert 0 < mined.rows == len(found) <= len(PAIRS)
+    assert all(row["query"] not in (row["positive"], *row["negatives"]) for row in found)
+    assert way == "bm25" or mined.dropped == 0
+
+
 # --- kills ---
 
 
-def test_a_killed_search_goes_on_from_its_parts_and_its_index(files, model, monkeypatch, tmp_path):
-    settings = {"sparse": model, "corpus": files.corpus, "num_negatives": 2, "index": tmp_path / "index", **QUIET}
+@pytest.mark.parametrize("index", ["index", None])
+def test_a_killed_search_goes_on_from_its_parts_and_its_index(files, model, monkeypatch, tmp_path, index):
+    index = index and tmp_path / index
+    settings = {"sparse": model, "corpus": files.corpus, "num_negatives": 2, "index": index, **QUIET}
     write = mining.write_in_parts
     monkeypatch.setattr(mining, "write_in_parts", lambda *args, **kwargs: write(*args, part_size=4, **kwargs))
     whole = mine(files.pairs, tmp_path / "whole.jsonl", **settings)
@@ -295,6 +311,8 @@ def test_a_killed_search_goes_on_from_its_parts_and_its_index(files, model, monk
     mine(files.pairs, files.out, **settings)
     assert calls[6] == calls[4]  # from the second part on
     assert rows_of(files.out) == rows_of(whole.file)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"pairs.jsonl", "corpus.jsonl", "whole.jsonl", "out.jsonl"} | ({"index"} if index else set())
 
 
 # --- refusals ---
@@ -307,6 +325,7 @@ def test_a_killed_search_goes_on_from_its_parts_and_its_index(files, model, monk
         ({"bm25": True, "sparse": "model"}, "Give one way to search"),
         ({"bm25": True, "cross_encoder": "model"}, "give absolute_margin, relative_margin, max_score or min_score"),
         ({"bm25": True, "num_negatives": 50}, "No query has 50 negatives left"),
+        ({"bm25": True, "index": "index"}, "index in index is that of a sparse model: give the model"),
         ({"bm25": True, "corpus": "nowhere.jsonl"}, r"nowhere\.jsonl: cannot be read"),
         ({"bm25": True, "margin": 2}, "margin"),
     ],
@@ -321,6 +340,19 @@ def test_a_corpus_without_texts_is_named(files):
     write_jsonl(files.corpus, [{"_id": "1", "text": "fine"}, {"_id": "2", "body": "not"}])
     with pytest.raises(DataError, match=r"corpus\.jsonl: line 2: 'text' must be text, but the row's columns are"):
         mine(files.pairs, files.out, bm25=True, corpus=files.corpus, **QUIET)
+
+
+def test_a_text_that_no_file_can_hold_is_placed(files):
+    files.corpus.write_text('{"text": "fine"}\n{"title": "river \\ud800", "text": "fox"}\n')
+    with pytest.raises(DataError, match=r"corpus\.jsonl: line 2: 'text' holds '\\ud800' .* half a surrogate pair"):
+        mine(files.pairs, files.out, bm25=True, corpus=files.corpus, **QUIET)
+
+
+def test_a_cross_encoder_that_gives_nan_is_an_error(files, checkpoint):
+    judge = CrossEncoder(str(checkpoint("bert")), num_labels=1, device="cpu")
+    torch.nn.init.constant_(judge.model.classifier.bias, float("nan"))
+    with pytest.raises(ValueError, match=r"cross-encoder's score of 'The quick .* is nan: look for NaN in its weights"):
+        mine(files.pairs, files.out, bm25=True, cross_encoder=judge, num_negatives=1, max_score=1.0, **QUIET)
 
 
 def test_an_output_that_is_there_is_refused_before_any_work(files, dense):

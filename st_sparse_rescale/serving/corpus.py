@@ -185,7 +185,7 @@ class _Columns:
         self.title = self._given(corpus.title_column) or "title"  # rows of JSON need not all have one
 
     def document(self, row: Row, place: str) -> Document:
-        title = _encodable(str(row.get(self.title) or ""), self.title, place)
+        title = encodable(str(row.get(self.title) or ""), self.title, place)
         text = f"{title} {self._text(row, self.text, place)}".strip()
         parent = None if self.parent is None else self._id(row, self.parent, place)
         return Document(self._id(row, self.id, place), text, parent)
@@ -211,18 +211,22 @@ class _Columns:
             value = str(value)
         if not isinstance(value, str) or not value:
             raise DataError(f"{place}: {column!r} must be an id, a text or a whole number, but is {value!r:.40}.")
-        return _encodable(value, column, place)
+        return encodable(value, column, place)
 
     @staticmethod
     def _text(row: Row, column: str, place: str) -> str:
         value = row.get(column)
         if not isinstance(value, str):
             raise DataError(f"{place}: {column!r} must be text, but is {value!r:.40}. Fill it in or drop the row.")
-        return _encodable(value, column, place)
+        return encodable(value, column, place)
 
 
-def _encodable(text: str, column: str, place: str) -> str:
-    """Refuse half a surrogate pair, which JSON can hold but no tokenizer and no file of UTF-8."""
+def encodable(text: str, column: str, place: str) -> str:
+    """Give a text back, unless it holds half a surrogate pair, which JSON can hold but no tokenizer and no UTF-8.
+
+    Raises:
+        DataError: It does; the message names the place.
+    """
     if not text.isascii():
         try:
             text.encode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -55,8 +54,8 @@ def score(
         The file.
 
     Raises:
-        ValueError: Not exactly one teacher is given, it is a classifier, a score is not finite, or the parts of another
-            call lie beside the output.
+        ValueError: Not exactly one teacher is given, it is a classifier or untrained, a score is not finite, all are
+            the same, or the parts of another call lie beside the output.
         DataError: The source cannot be read or has no negatives.
         FileExistsError: The output is there already.
 
@@ -83,11 +82,14 @@ def score(
     def rows_of(numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
         rows = [data[number] for number in numbers]
         pairs = [(row["query"], row[name]) for row in rows for name in ("positive", *negatives)]
-        scores = iter(scores_of(pairs))
-        for number, row in zip(numbers, rows, strict=True):
-            own = list(islice(scores, 1 + len(negatives)))
-            if not all(map(math.isfinite, own)):
-                raise ValueError(f"The teacher's scores of row {number + 1} ({row['query']!r:.60}) are {own}.")
+        found = iter(scores_of(pairs))
+        scores = [list(islice(found, 1 + len(negatives))) for _ in rows]
+        if numbers[0] == 0 and all(min(own) == max(own) for own in scores):
+            raise ValueError(
+                f"The teacher gives all documents of a query one score, such as {scores[0][0]:g}, in each of the first "
+                f"{len(rows):,} rows: there is nothing to learn from it. Look at the model."
+            )
+        for row, own in zip(rows, scores, strict=True):
             yield {
                 "query": row["query"],
                 "positive": row["positive"],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import random
-import tempfile
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from st_sparse_rescale.evaluation.sparse_index import SparseIndex
 from st_sparse_rescale.jsonl import write_jsonl
 from st_sparse_rescale.jsonl_parts import write_in_parts
 from st_sparse_rescale.rows import DataError, read_rows
+from st_sparse_rescale.serving.corpus import encodable
 from st_sparse_rescale.training.data import load_training_data
 from st_sparse_rescale.training.negative_filter import NegativeFilter
 from st_sparse_rescale.training.pair_scores import (
@@ -70,8 +71,9 @@ def mine(
     """Search a corpus for each query and write what is left after the filters as its negatives.
 
     The file holds ``query``, ``positive`` and the list ``negatives``, as :func:`load_training_data` reads it. All
-    documents that stand beside a query as positive are relevant to it; negatives that the source may hold are not
-    looked at. A pair whose query has fewer than ``num_negatives`` left is dropped and counted.
+    documents that stand beside a query as positive are relevant to it, and so is its own text, where the corpus holds
+    it; negatives that the source may hold are not looked at. A pair whose query has fewer than ``num_negatives`` left
+    is dropped and counted.
 
     BM25 and sparse models search exactly, by our index; a document that shares no term with the query is no candidate.
     They go on where a killed call was when it is repeated. A dense model goes through sentence-transformers'
@@ -87,7 +89,8 @@ def mine(
             such as BEIR's ``corpus.jsonl``, or a folder that holds one.
         cross_encoder: Scores the candidates and positives anew for the filters; the ranks follow its scores.
         columns: Role to the name its column has in the source.
-        index: Folder for the index of a sparse model, which is then kept and used again; otherwise a temporary one.
+        index: Folder for the index of a sparse model, which is then kept and used again; otherwise it lies in
+            ``NAME.index`` beside the output until that is complete.
         batch_size: Texts encoded, or pairs scored, at once.
         show_progress_bar: Show progress.
         **rule: How negatives are chosen: the arguments of :class:`NegativeFilter`.
@@ -97,7 +100,8 @@ def mine(
 
     Raises:
         ValueError: Not exactly one way to search is given, a filter is impossible, a cross-encoder has no filter to
-            serve, no pair was left, or the parts of another call lie beside the output.
+            serve or gives what is no number, an index is given without a sparse model, no pair was left, or the parts
+            of another call lie beside the output.
         DataError: The source or the corpus cannot be read.
         FileExistsError: The output is there already.
         ImportError: faiss is needed and absent.
@@ -116,6 +120,8 @@ def mine(
             "A cross-encoder decides which candidates are too good to be negatives: give absolute_margin, "
             "relative_margin, max_score or min_score beside it."
         )
+    if index is not None and sparse is None:
+        raise ValueError(f"The index in {index} is that of a sparse model: give the model, or leave the index out.")
     if output.exists():
         raise FileExistsError(f"{output} is there already: choose another file (--output), or delete it.")
     pairs = load_training_data(source, columns=columns, num_negatives=0)
@@ -124,7 +130,7 @@ def mine(
     judge = None if cross_encoder is None else load_cross_encoder(cross_encoder)
     output.parent.mkdir(parents=True, exist_ok=True)
     if dense is not None:
-        rows = _mine_dense(dense, pairs, documents, chosen, judge, batch_size)
+        rows = _mine_dense(dense, positives, documents, chosen, judge, batch_size)
         with written_whole(output) as partial:
             count = write_jsonl(partial, rows)
     else:
@@ -159,7 +165,7 @@ def _texts(corpus: str | Path | Dataset | None) -> Iterator[str]:
             text = row.get("text")
             if not isinstance(text, str):
                 raise DataError(f"{place}: 'text' must be text, but the row's columns are {list(row)}.")
-            if whole := f"{row.get('title') or ''} {text}".strip():
+            if whole := encodable(f"{row.get('title') or ''} {text}".strip(), "text", place):
                 yield whole
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror or error}).") from error
@@ -188,31 +194,28 @@ def _mine_exactly(
         **asdict(chosen),
     }
     rescore = None if judge is None else cross_encoder_scorer(judge, logits=False, batch_size=batch_size)
-    # So many may be positives that are looked at and left out.
-    depth = chosen.depth + max(map(len, positives.values()))
-    with ExitStack() as stack:
-        if model is None:
-            search = _bm25_search(documents)
-        else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory()) if index is None else index
-            search = _sparse_search(model, documents, folder, batch_size, show_progress_bar)
+    # So many may be the positives and the query itself, which are looked at and left out.
+    depth = chosen.depth + max(map(len, positives.values())) + 1
+    folder = output.with_name(output.name + ".index") if index is None else Path(index)
+    if model is None:
+        search = _bm25_search(documents)
+    else:
+        search = _sparse_search(model, documents, folder, batch_size, show_progress_bar)
 
-        def rows_of(queries: Sequence[str]) -> Iterator[dict[str, Any]]:
-            for query, hits in zip(queries, search(queries, depth), strict=True):
-                candidates, floor = _scored(query, hits, positives[query], rescore)
-                negatives = chosen.choose(query, candidates, positives[query], floor)
-                if negatives is not None:
-                    for positive in positives[query]:
-                        yield {"query": query, "positive": positive, "negatives": negatives}
+    def rows_of(queries: Sequence[str]) -> Iterator[dict[str, Any]]:
+        for query, hits in zip(queries, search(queries, depth), strict=True):
+            candidates, floor = _scored(query, hits, positives[query], rescore)
+            negatives = chosen.choose(query, candidates, [*positives[query], query], floor)
+            if negatives is not None:
+                for positive in positives[query]:
+                    yield {"query": query, "positive": positive, "negatives": negatives}
 
-        return write_in_parts(
-            output,
-            list(positives),
-            rows_of,
-            record=record,
-            description="Mining",
-            show_progress_bar=show_progress_bar,
-        )
+    count = write_in_parts(
+        output, list(positives), rows_of, record=record, description="Mining", show_progress_bar=show_progress_bar
+    )
+    if model is not None and index is None:
+        shutil.rmtree(folder)
+    return count
 
 
 def _scored(
@@ -263,7 +266,7 @@ def _as_texts(hits: Hits, documents: Sequence[str]) -> Hits:
 
 def _mine_dense(
     model: str | Path | SentenceTransformer,
-    pairs: Dataset,
+    positives: dict[str, list[str]],
     documents: list[str],
     chosen: NegativeFilter,
     judge: CrossEncoder | None,
@@ -272,9 +275,15 @@ def _mine_dense(
     if importlib.util.find_spec("faiss") is None:
         raise ImportError('Dense search needs faiss: pip install "st-sparse-rescale[eval]"')
     settings = {name: value for name, value in asdict(chosen).items() if name not in ("sampling", "seed")}
+    held = set(documents)
+    pairs = [
+        {"query": query, "positive": text}
+        for query, texts in positives.items()
+        for text in dict.fromkeys([*texts, *held.intersection([query])])  # its own text is left out as a positive is
+    ]
     with _seeded(chosen.seed):
         mined = mine_hard_negatives(
-            pairs.select_columns(["query", "positive"]),
+            Dataset.from_list(pairs),
             model if isinstance(model, SentenceTransformer) else SentenceTransformer(str(model)),
             anchor_column_name="query",
             positive_column_name="positive",
@@ -288,6 +297,8 @@ def _mine_dense(
             verbose=False,
         )
     for row in mined:
+        if row["positive"] not in positives[row["query"]]:
+            continue
         negatives = [row[f"negative_{number}"] for number in range(1, chosen.num_negatives + 1)]
         yield {"query": row["query"], "positive": row["positive"], "negatives": negatives}
 

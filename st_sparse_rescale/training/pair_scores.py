@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from st_sparse_rescale.evaluation.systems import Systems
 
 Pair = tuple[str, str]
 PairScorer = Callable[[Sequence[Pair]], list[float]]
+_CLASSIFIER = re.compile("SequenceClassification|Ranking")
 
 
 def load_sparse(model: str | Path | SparseEncoder) -> SparseEncoder:
@@ -32,13 +35,27 @@ def load_cross_encoder(model: str | Path | CrossEncoder) -> CrossEncoder:
     """Load a cross-encoder that gives one score a pair; one that is loaded is taken as it is.
 
     Raises:
-        ValueError: It gives several numbers a pair.
+        ValueError: It gives several numbers a pair, or it is loaded from a checkpoint that is no classifier, on top of
+            which sentence-transformers would put a random one.
     """
-    loaded = model if isinstance(model, CrossEncoder) else CrossEncoder(str(model))
+    loaded = model if isinstance(model, CrossEncoder) else _trained(str(model))
     if loaded.num_labels != 1:
         raise ValueError(
             f"The cross-encoder gives {loaded.num_labels} numbers a pair, as a classifier does: use one that gives a "
             "single score of relevance."
+        )
+    return loaded
+
+
+def _trained(name: str) -> CrossEncoder:
+    loaded = CrossEncoder(name)
+    made_as = loaded.model.config.architectures or []
+    by_adapter = getattr(loaded.model, "peft_config", None) is not None  # which brings the layer that its base lacks
+    classifies = loaded[0].transformer_task == "sequence-classification"
+    if classifies and made_as and not by_adapter and not any(map(_CLASSIFIER.search, made_as)):
+        raise ValueError(
+            f"{name} holds {made_as[0]}, no trained cross-encoder: its scores would be those of a new, random layer. "
+            "Give a cross-encoder, a ...ForSequenceClassification."
         )
     return loaded
 
@@ -52,12 +69,18 @@ def cross_encoder_scorer(model: CrossEncoder, *, logits: bool, batch_size: int =
         batch_size: Pairs scored at once.
 
     Returns:
-        A function from pairs to scores.
+        A function from pairs to scores, which raises a ``ValueError`` where one is not finite.
     """
     activation = nn.Identity() if logits else None
 
     def score(pairs: Sequence[Pair]) -> list[float]:
         scores = model.predict(list(pairs), batch_size=batch_size, activation_fn=activation, show_progress_bar=False)
+        for pair, value in zip(pairs, scores.tolist(), strict=True):
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"The cross-encoder's score of {pair[0]!r:.60} and {pair[1]!r:.60} is {value}: look for NaN in its "
+                    "weights, or load it in float32."
+                )
         return scores.tolist()
 
     return score
