@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Router
 from typer.testing import CliRunner
 
 from st_sparse_rescale import RescaledMLMTransformer, SpladePooling
@@ -23,9 +24,10 @@ from st_sparse_rescale.cli import app
 from st_sparse_rescale.evaluation import IndexFileError, SparseIndex
 from st_sparse_rescale.evaluation.csr import as_csr
 from st_sparse_rescale.rows import DataError
-from st_sparse_rescale.serving import Corpus, Shards, encode_corpus
+from st_sparse_rescale.serving import Corpus, Shards, Vocabulary, encode_corpus
 from st_sparse_rescale.serving import encode as encode_module
 from st_sparse_rescale.serving.corpus import ShardReader
+from st_sparse_rescale.training import idf_query_encoder
 from tests.engines_here import RAY, RAY_ENVIRONMENT, hindrance
 from tests.shard_files import make_shards
 from tests.tiny_models import TEXTS
@@ -195,6 +197,16 @@ def test_the_manifest_says_what_was_encoded_by_what(checkpoint, tmp_path):
         model.tokenizer.convert_ids_to_tokens(range(len(model.tokenizer)))
     )
     assert set(shards.vocabulary.tokens[len(model.tokenizer) :]) == {None}
+
+
+def test_what_fills_up_a_static_query_side_is_no_token(checkpoint):
+    transformer = RescaledMLMTransformer(str(checkpoint("modernbert")), k=4)
+    dimension = transformer.get_embedding_dimension()
+    static = idf_query_encoder(transformer.tokenizer, TEXTS, dimension)
+    router = Router.for_query_document([static], [transformer, SpladePooling()])
+    vocabulary = Vocabulary.of(SparseEncoder(modules=[router]))
+    assert len(static.tokenizer.get_vocab()) == len(vocabulary) == dimension
+    assert vocabulary.is_token.sum() == len(transformer.tokenizer) < dimension
 
 
 def test_queries_are_encoded_as_queries_and_cosines_become_dot_products(checkpoint, tmp_path):

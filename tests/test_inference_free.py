@@ -14,7 +14,8 @@ import torch
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
-from transformers import TrainerCallback
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from st_sparse_rescale import RescaledMLMTransformer, SpladePooling
 from st_sparse_rescale.evaluation import SparseIndex
@@ -71,6 +72,12 @@ def test_the_weights_are_the_idf_of_the_documents():
     assert not queries.weight[tokenizer.all_special_ids].any()
     assert not queries.weight.requires_grad
     assert idf_query_encoder(tokenizer, ["paris"], trained=True).weight.requires_grad
+
+
+def test_a_tokenizer_with_gaps_is_refused():
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 5}, unk_token="[UNK]"))
+    with pytest.raises(ValueError, match="has 3 tokens but ids up to 5"):
+        idf_query_encoder(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]"), ["a b"], 8)
 
 
 def test_a_query_is_its_terms_each_once_with_its_weight():

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SparseAutoEncoder
 
 from st_sparse_rescale.evaluation.checksum import texts_crc32
@@ -49,8 +51,11 @@ class Vocabulary:
         dimension = model.encode_document(["a"], show_progress_bar=False).shape[1]
         if any(isinstance(module, SparseAutoEncoder) for module in model.modules()):
             return cls(tuple(map(str, range(dimension))))
+        # Of a router, the side that has a model: the tokenizer of a static side may be filled up with what is no token.
+        sides = (module.tokenizer for module in model.modules() if isinstance(module, Transformer))
+        tokenizer: Any = next(sides, model.tokenizer)
         tokens: list[str | None] = [None] * dimension
-        for token, id in model.tokenizer.get_vocab().items():
+        for token, id in tokenizer.get_vocab().items():
             if id < dimension:
                 tokens[id] = token
         return cls(tuple(tokens))

@@ -43,7 +43,7 @@ def idf_query_encoder(
         The module for ``Router.for_query_document``.
 
     Raises:
-        ValueError: There are no documents, or ``dimension`` is smaller than the tokenizer's vocabulary.
+        ValueError: There are no documents, ``dimension`` is smaller than the tokenizer's vocabulary, or that has gaps.
 
     Example::
 
@@ -55,6 +55,11 @@ def idf_query_encoder(
     own: Any = copy.deepcopy(tokenizer)
     known = len(own.get_vocab())
     dimension = known if dimension is None else dimension
+    if (last := max(own.get_vocab().values())) >= known:
+        raise ValueError(
+            f"The tokenizer has {known} tokens but ids up to {last}, and the table of weights has a row for each token: "
+            "use a checkpoint whose tokenizer counts without gaps."
+        )
     if dimension < known:
         raise ValueError(f"dimension is {dimension}, but the tokenizer knows {known} tokens, each with its own weight.")
     weight = idf(own, documents, dimension)
