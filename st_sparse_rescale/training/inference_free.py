@@ -57,7 +57,7 @@ def idf_query_encoder(
     dimension = known if dimension is None else dimension
     if (last := max(own.get_vocab().values())) >= known:
         raise ValueError(
-            f"The tokenizer has {known} tokens but ids up to {last}, and the table of weights has a row for each token: "
+            f"The tokenizer has {known} tokens but ids up to {last}, and the table of weights has one row a token: "
             "use a checkpoint whose tokenizer counts without gaps."
         )
     if dimension < known:
