@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from st_sparse_rescale.cli import app
 from st_sparse_rescale.evaluation.evaluate import evaluate
-from st_sparse_rescale.evaluation.report import as_markdown, parse_limits
+from st_sparse_rescale.evaluation.report import as_markdown, collections_table, parse_limits
 from st_sparse_rescale.evaluation.results import Evaluation
 from st_sparse_rescale.evaluation.sparse_information_retrieval import SparseInformationRetrievalEvaluator
 from st_sparse_rescale.evaluation.tradeoff import trace_tradeoff
@@ -114,6 +114,7 @@ def test_metrics_lengths_and_costs_equal_the_evaluators(models, data):
     assert lengths.document.max_length == expected["corpus_max_length"] == 12
     assert lengths.document.share == expected["corpus_truncated"] > 0
     assert lengths.query.share == expected["query_truncated"]
+    assert [*collections_table(results).columns[7].cells] == ["12"]  # of both sides
     (traced, _) = trace_tradeoff(model, evaluator, limits)
     assert traced["ndcg@10"] == pytest.approx(collection.systems[0].metrics["ndcg@10"], abs=1e-9)
 

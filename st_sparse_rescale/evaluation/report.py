@@ -71,7 +71,7 @@ def results_table(results: Evaluation) -> Table:
 
 def collections_table(results: Evaluation) -> Table:
     """What the evaluation should not hide: lengths, truncation, self-exclusion, time and memory."""
-    header = ["collection", "docs", "queries", "self excl.", "seconds", "peak MiB"]
+    header = ["collection", "docs", "queries", "self excl.", "sec.", "peak MiB"]
     header += ["system", "max. length", "truncated"]
     return _rich("Collections", header, [[_facts(c, of) for of in c.lengths] for c in results.collections])
 
@@ -188,7 +188,7 @@ def _row(collection: str, system: SystemResult, metrics: Sequence[str]) -> list[
 def _facts(c: CollectionResult, of: ModelLengths) -> list[str]:
     counts = [f"{c.documents:,}", f"{c.queries:,}", "yes" if c.self_excluded else "no"]
     costs = [f"{c.seconds:,.1f}", f"{c.peak_memory_mib:,.0f}"]
-    lengths = " / ".join(str(side.max_length or "none") for side in (of.query, of.document))
+    lengths = " / ".join(dict.fromkeys(str(side.max_length or "none") for side in (of.query, of.document)))
     return [c.name, *counts, *costs, of.model, lengths, f"{of.query.share:.1%} / {of.document.share:.1%}"]
 
 
