@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from pathlib import Path
 def written_whole(path: str | Path) -> Iterator[Path]:
     """Lend a path beside another to write to; when that ends well, it takes the other's place in one step.
 
-    What a killed writer left behind (``NAME.partial``) is removed before the next one begins.
+    What a failed writer wrote is removed at once, since the disk may be full, and what a killed one left behind
+    (``NAME.partial``) before the next one begins.
 
     Args:
         path: The file or folder to make or to replace.
@@ -22,7 +24,7 @@ def written_whole(path: str | Path) -> Iterator[Path]:
         Where to write; nothing is there yet.
 
     Raises:
-        OSError: It cannot be put into place.
+        OSError: It cannot be put into place; where the disk is full, the message names the path.
 
     Example:
         ::
@@ -33,7 +35,13 @@ def written_whole(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     _remove(partial)
-    yield partial
+    try:
+        yield partial
+    except BaseException as error:
+        _remove(partial)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise
     if path.is_dir():  # only files can be replaced by a rename
         _remove(path)
     os.replace(partial, path)

@@ -1,5 +1,7 @@
 """Files and folders are written whole or not at all."""
 
+import errno
+
 import pytest
 
 from st_sparse_rescale.whole import written_whole
@@ -29,6 +31,17 @@ def test_a_folder_takes_the_place_of_the_old_one_and_leaves_nothing_of_it(tmp_pa
     assert names(tmp_path) == ["a"]
 
 
+def test_a_full_disk_is_named_and_relieved(tmp_path):
+    def full():
+        with written_whole(tmp_path / "a") as path:
+            path.write_text("half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/a'"):
+        full()
+    assert names(tmp_path) == []
+
+
 @pytest.mark.parametrize("is_folder", [True, False])
 def test_a_failed_writer_leaves_the_old_one_and_the_next_one_starts_clean(tmp_path, is_folder):
     def interrupted():
@@ -40,6 +53,8 @@ def test_a_failed_writer_leaves_the_old_one_and_the_next_one_starts_clean(tmp_pa
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert (tmp_path / "a").read_text() == "old"
+    assert names(tmp_path) == ["a"]
+    (tmp_path / "a.partial").write_text("left behind by a kill")
     with written_whole(tmp_path / "a") as path:
         assert not path.exists()
         path.write_text("new")
