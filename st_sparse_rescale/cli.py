@@ -190,7 +190,7 @@ def evaluate(
 
 @app.command()
 def sweep(
-    config: Annotated[Path, typer.Argument(help="YAML file with the sweep's recipe and grids.")],
+    config: Annotated[Path, typer.Argument(help="YAML file with recipe and grids, such as experiments/scale.yaml.")],
     output: Annotated[Path, typer.Option(help="JSON Lines file, one line per run; finished runs are not done again.")],
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each with one thread.")] = 1,
     collection: Annotated[list[Path] | None, typer.Option(help="BEIR folder to evaluate on, too; repeatable.")] = None,
