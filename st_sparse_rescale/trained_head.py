@@ -37,6 +37,7 @@ def require_trained_head(
     """
     config_kwargs, model_kwargs = dict(config_kwargs or {}), dict(model_kwargs or {})
     name = model_name_or_path
+    refuse_training_folder(name)
     if (base := _adapter_base(name, config_kwargs)) is not None:
         name = base
         for kwargs in (config_kwargs, model_kwargs):  # they locate the adapter, not its base
@@ -65,6 +66,17 @@ def require_trained_head(
             "complete masked language model; for an encoder or a dense model, the one that it was made from. (A "
             "missing decoder weight is no fault where it is tied to the input embeddings.)"
         )
+
+
+def refuse_training_folder(name: str) -> None:
+    """Refuse the folder of a training, which holds its model in a folder of its own.
+
+    Raises:
+        ValueError: The folder is no model, but holds a folder ``model`` that is one.
+    """
+    model = Path(name) / "model"
+    if (model / "modules.json").exists() and not (Path(name) / "config.json").exists():
+        raise ValueError(f"{name} is the folder of a training: its model is {model}.")
 
 
 def _adapter_base(name: str, config_kwargs: dict[str, Any]) -> str | None:

@@ -264,6 +264,14 @@ def test_random_weights_are_refused(checkpoint, data, tmp_path):
         assert message in result.output
 
 
+def test_the_folder_of_a_training_is_told_from_its_model(models, data, tmp_path):
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "model").symlink_to(models / "one")
+    result = run(tmp_path / "training", "--data", data[0])
+    assert result.exit_code == 2
+    assert "is the folder of a training: its model is" in " ".join(result.output.split())
+
+
 def test_lengths_that_a_model_cannot_read_are_refused(models, data):
     result = run(models / "one", "--data", data[0], "--max-length", MAX_LENGTH + 1)
     assert result.exit_code == 2

@@ -138,6 +138,8 @@ def test_a_splade_checkpoint_is_judged_as_it_is(
     lines = lines_of(inspect(tmp_path / "splade", "--texts", texts))
     assert lines[0].startswith(verdict)
     assert lines[-1] == f'model = SparseEncoder("{tmp_path / "splade"}")'
+    table = lines[[line.strip() for line in lines].index("As it is") + 1 :]
+    assert table[0].split()[:2] == ["active", "rms"]  # no k, which is nothing to choose any more
     assert run_line(lines[-1]).encode(list(TEXTS)).shape[0] == len(TEXTS)
 
 
@@ -157,8 +159,11 @@ def test_errors_are_one_message_and_exit_code_2(checkpoint: Checkpoint, texts: P
     build_tokenizer("bert").save_pretrained(encoder)
     blank = tmp_path / "blank.txt"
     blank.write_text("\n \n")
+    training = tmp_path / "training"
+    SparseEncoder(str(checkpoint("bert"))).save_pretrained(str(training / "model"))
     cases = [
         ((encoder,), "encoder' holds no trained MLM head"),
+        ((training,), f"{training} is the folder of a training: its model is {training / 'model'}."),
         (("/no/such/model",), "/no/such/model"),
         ((checkpoint("bert"), "--texts", blank), "blank.txt holds no texts"),
         ((checkpoint("bert"), "--texts", tmp_path / "absent.txt"), "absent.txt"),

@@ -76,15 +76,17 @@ def starts_table(report: HeadReport) -> Table:
     Returns:
         A row for each; the columns are attributes of `Start`.
     """
-    title = "As it is" if len(report.starts) == 1 else "What a training would start from"
+    alone = len(report.starts) == 1
+    title = "As it is" if alone else "What a training would start from"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))  # 80 columns are enough
-    header = ("k", "strategy", "input\ncosine", "hidden\ncosine", "active\ndims", "rms\nweight")
-    for name in (*header, "score\nstd", "entropy", "loss", "gradient", "FLOPS\n/ loss"):
+    varied = ("k", "strategy", "input\ncosine", "hidden\ncosine")
+    measured = ("active\ndims", "rms\nweight", "score\nstd", "entropy", "loss", "gradient", "FLOPS\n/ loss")
+    for name in measured if alone else varied + measured:
         table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
     strategies: tuple[Strategy, ...] = ("weight", "norm")
     for strategy in strategies:
         for start in report.at(strategy).values():
-            table.add_row(*_cells(start))
+            table.add_row(*_cells(start)[len(varied) if alone else 0 :])
     return table
 
 

@@ -15,7 +15,7 @@ from sentence_transformers.util import load_file_path
 
 from st_sparse_rescale.evaluation.checksum import model_crc32
 from st_sparse_rescale.modules import fuse
-from st_sparse_rescale.trained_head import require_trained_head
+from st_sparse_rescale.trained_head import refuse_training_folder, require_trained_head
 
 Sparse: TypeAlias = str | Path | SparseEncoder
 Dense: TypeAlias = str | Path | SentenceTransformer
@@ -71,6 +71,7 @@ def name_of(model: Any) -> str:
 def _sparse(model: Sparse) -> SparseEncoder:
     if isinstance(model, SparseEncoder):
         return model
+    refuse_training_folder(str(model))
     loaded = SparseEncoder(str(model))
     _require_trained(str(model), loaded)
     try:
