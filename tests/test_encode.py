@@ -449,6 +449,58 @@ def test_two_workers_of_ray_give_the_same_bits_as_one_process(checkpoint, tmp_pa
     assert not list(output.glob("workshop-*"))
 
 
+MISHAPS = """
+import os, sys
+from pathlib import Path
+from sentence_transformers import SparseEncoder
+from st_sparse_rescale.serving import Corpus, encode, ray_encode
+import ray
+
+class Mishap(encode.EncodingJob):
+    kind = None
+
+    def encoder(self, model, folder, **settings):
+        whole = super().encoder(model, folder, **settings)
+
+        def encode(number):
+            if number == 1 and self.kind == "death":
+                os._exit(1)
+            if number == 1:
+                raise ValueError("NaN in shard 1")
+            return whole(number)
+
+        return encode
+
+ray.init(log_to_driver=False)
+model, folder = SparseEncoder(sys.argv[1]), Path(sys.argv[2])
+corpus = Corpus({str(number): "a river" for number in range(4)})
+ray_encode.RETRIES = 0
+for kind in ("error", "death"):
+    job = Mishap(corpus, corpus.survey(2), 2, "document", 2, None)
+    object.__setattr__(job, "kind", kind)
+    try:
+        print([record.file for record in ray_encode.ray_records(model, job, folder, [0, 1], 1, lambda count: None)])
+    except (ValueError, ChildProcessError) as error:
+        print(kind, type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_on_ray_an_error_is_that_of_the_shard_and_a_dead_actor_is_one(checkpoint, tmp_path):
+    pytest.importorskip("ray", reason='needs Ray: pip install "st-sparse-rescale[ray]"')
+    if (reason := hindrance(RAY)) is not None:
+        pytest.skip(f"needs Ray, but {reason}")
+    (tmp_path / "mishaps.py").write_text(MISHAPS)
+    command = [sys.executable, tmp_path / "mishaps.py", checkpoint("bert"), tmp_path]
+    environment = {**os.environ, **RAY_ENVIRONMENT}
+    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=240)
+    error, death = [line for line in run.stdout.splitlines() if line.startswith(("error", "death"))]  # Ray prints, too
+    assert error == "error ValueError NaN in shard 1"
+    assert death.startswith("death ChildProcessError A process of Ray that encoded died, with one shard 1 times")
+    assert not list(tmp_path.glob("workshop-*"))
+
+
 def test_without_ray_the_install_line_is_given(model, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r'pip install "st-sparse-rescale\[ray\]"'):

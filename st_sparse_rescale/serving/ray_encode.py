@@ -19,6 +19,9 @@ from st_sparse_rescale.evaluation.index_files import ShardRecord
 if TYPE_CHECKING:
     from st_sparse_rescale.serving.encode import EncodingJob
 
+# Further trials of a shard whose actor dies; Ray itself would go on for ever.
+RETRIES = 3
+
 
 def ray_records(
     model: SparseEncoder,
@@ -46,6 +49,8 @@ def ray_records(
 
     Raises:
         ImportError: Ray is absent.
+        ValueError: A shard cannot be encoded or written.
+        ChildProcessError: Actors died with one shard, however often it was tried.
     """
     try:
         import ray
@@ -69,20 +74,28 @@ def ray_records(
                 batch_size=1,
                 compute=ray.data.ActorPoolStrategy(size=size),
                 num_cpus=1,
+                max_task_retries=RETRIES,
                 num_gpus=1 if gpus else 0,
             )
             for row in records.iter_rows():
+                if "error" in row:
+                    raise ValueError(row["error"])
                 record = ShardRecord(**row)
                 (workshop / record.file).replace(folder / record.file)
                 on_encoded(record.documents)
                 yield record
+    except ray.exceptions.RayActorError as error:
+        raise ChildProcessError(
+            f"A process of Ray that encoded died, with one shard {1 + RETRIES} times ({error}). What is finished is "
+            "kept: repeat the command to go on. If memory ran out, take fewer processes or a smaller batch_size."
+        ) from error
     finally:
         if began:
             ray.shutdown()
 
 
 class _ShardActor:
-    """Encodes the shards whose numbers it is given."""
+    """Encodes the shard whose number it is given."""
 
     def __init__(self, model: Any, job: EncodingJob, folder: Path) -> None:
         import ray
@@ -91,8 +104,12 @@ class _ShardActor:
         self._encode = job.encoder(loaded.to("cuda" if torch.cuda.is_available() else "cpu"), folder)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        records = [asdict(self._encode(int(number))) for number in batch["shard"]]
-        return {name: np.array([record[name] for record in records]) for name in records[0]}
+        (number,) = batch["shard"].tolist()
+        try:
+            row = asdict(self._encode(number))
+        except (ValueError, OSError) as error:  # raised here, it would be buried in errors of Ray
+            row = {"error": str(error)}
+        return {name: np.array([value]) for name, value in row.items()}
 
 
 @contextmanager
