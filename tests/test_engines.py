@@ -12,6 +12,7 @@ import os
 import re
 import runpy
 import shutil
+import string
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from st_sparse_rescale.demo.corpus import as_pair, docstrings, python_sources
 from st_sparse_rescale.evaluation.beir import load_beir_folder
 from st_sparse_rescale.jsonl import write_jsonl
 from st_sparse_rescale.serving import TARGETS, encode_corpus, export, load_target, overlap
+from st_sparse_rescale.serving.targets.pgvector import MAX_ID_BYTES
 from st_sparse_rescale.serving.targets.target import Target
 from tests import engine_schemas as schemas
 from tests.engines_here import MILVUS, hindrance
@@ -239,16 +241,17 @@ def test_pgvector(collection, exported, postgres):
 
 
 def test_strange_ids_and_empty_vectors_arrive(tmp_path, postgres):
-    ids = ["tab\tand\\n", "new\nline", "'; DROP TABLE documents; --", "ünïcode 文", "empty"]
-    weights = [5.0, 4.0, 3.0, 2.0, 0.0]
+    longest = "".join(np.random.default_rng(0).choice(list(string.ascii_letters), MAX_ID_BYTES))  # hard to compress
+    ids = ["tab\tand\\n", "new\nline", "'; DROP TABLE documents; --", "ünïcode 文", longest, "empty"]
+    weights = [6.0, 5.0, 4.0, 3.0, 2.0, 0.0]
     shards = make_shards(tmp_path / "shards", np.diag(weights), ids)
     for to in ("qdrant", "pgvector"):
         report, folder = export(shards, to, tmp_path / to, show_progress_bar=False), tmp_path / to
         search = qdrant_search(folder, report) if to == "qdrant" else pgvector_search(postgres, folder, report)
-        assert report.documents == 5
-        found = search(np.ones(5))
-        assert found[:4] == [*zip(ids[:4], weights[:4], strict=True)]
-        assert found[4:] == ([] if to == "qdrant" else [("empty", 0.0)])
+        assert report.documents == 6
+        found = search(np.ones(6))
+        assert found[:5] == [*zip(ids[:5], weights[:5], strict=True)]
+        assert found[5:] == ([] if to == "qdrant" else [("empty", 0.0)])
 
 
 @pytest.mark.parametrize("to", ["anserini", "elasticsearch", "elasticsearch-rank-features", "opensearch", "vespa"])

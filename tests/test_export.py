@@ -370,6 +370,7 @@ def test_queries_have_the_names_and_the_scale_of_the_documents(shards, tmp_path,
     vespa = query("vespa")
     assert vespa["yql"].startswith("select id from documents where {targetHits: 100}wand(terms, {")
     assert vespa["input.query(vector)"] == {"the": 2.0, "U.S.": 1.1}
+    assert 'FROM "documents" ORDER BY' in query("pgvector")  # a table may be called as a word of SQL is
     assert query("pgvector").endswith("ORDER BY vector <#> '{1:2.0,2:1.1}/10', id LIMIT 3")
     with pytest.raises(ValueError, match="one vector of 10 dimensions, got 1 of 3"):
         query("qdrant", np.ones(3))

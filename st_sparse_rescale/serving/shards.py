@@ -64,7 +64,7 @@ class Shards:
             self.vocabulary = Vocabulary.read(self.folder / VOCABULARY)
         except (OSError, ValueError) as error:
             raise IndexFileError(f"{self.folder / VOCABULARY} cannot be read ({error}): {ENCODED.again}.") from error
-        if self.vocabulary.crc32() != self.settings["vocabulary_crc32"]:
+        if self.vocabulary.crc32() != self.settings.get("vocabulary_crc32"):
             raise IndexFileError(
                 f"{self.folder / VOCABULARY} is not the one that the texts were encoded with: repeat the command that "
                 "encodes them, which writes it anew."
