@@ -50,7 +50,8 @@ class MilvusTarget(Target):
         """The arguments of the client's ``search``."""
         terms, weights = self._one(vector)
         data = dict(zip(terms.tolist(), decimals(weights), strict=True))
-        return {"collection_name": self.name, "anns_field": "vector", "data": [data], "limit": top_k}
+        asked = {"collection_name": self.name, "anns_field": "vector", "data": [data], "limit": top_k}
+        return asked | {"output_fields": ["id"]}  # Milvus Lite gives back the whole vector otherwise
 
     @staticmethod
     def _vector(terms: np.ndarray, weights: np.ndarray) -> dict[str, float]:
