@@ -430,6 +430,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.xdist_group("ray")  # one finds out for both whether it runs here
 def test_two_workers_of_ray_give_the_same_bits_as_one_process(checkpoint, tmp_path):
     pytest.importorskip("ray", reason='needs Ray: pip install "st-sparse-rescale[ray]"')
     if (reason := hindrance(RAY)) is not None:
@@ -487,6 +488,7 @@ for kind in ("error", "death"):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.xdist_group("ray")  # one finds out for both whether it runs here
 def test_on_ray_an_error_is_that_of_the_shard_and_a_dead_actor_is_one(checkpoint, tmp_path):
     pytest.importorskip("ray", reason='needs Ray: pip install "st-sparse-rescale[ray]"')
     if (reason := hindrance(RAY)) is not None:

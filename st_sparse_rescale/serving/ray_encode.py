@@ -74,8 +74,8 @@ def ray_records(
                 batch_size=1,
                 compute=ray.data.ActorPoolStrategy(size=size),
                 num_cpus=1,
-                max_task_retries=RETRIES,
                 num_gpus=1 if gpus else 0,
+                ray_remote_args_fn=lambda: {"max_task_retries": RETRIES},
             )
             for row in records.iter_rows():
                 if "error" in row:
