@@ -154,8 +154,14 @@ def _evidence(report: HeadReport, strategy: Strategy = "weight", chosen: Start |
                 f"the encoder's hidden states keep a cosine of {chosen.state_cosine:.3f}, and Adam's steps are "
                 f"{chosen.k:g} times as large relative to the head's matrix"
             )
-    if chosen is not None and strategy == "weight" and chosen.rms_weight > MAX_RMS_WEIGHT and report.at("norm"):
-        lines.append(f'strategy="norm" would leave the encoder alone, and take k={choose_k(report, "norm").k:g}')
+    large = report.as_is.rms_weight > HEALTHY_RMS_WEIGHT  # of a smaller head the encoder's bound is the better guide
+    if large and chosen is not None and strategy == "weight" and report.at("norm"):
+        free = choose_k(report, "norm").k
+        if free > chosen.k and chosen.rms_weight > MAX_RMS_WEIGHT:
+            lines.append(
+                f'strategy="norm" would leave the encoder alone, and take k={free:g}, with '
+                f"head_learning_rate_factor={free:g}"
+            )
     return tuple(lines)
 
 
