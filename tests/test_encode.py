@@ -428,13 +428,19 @@ if __name__ == "__main__":
     process.communicate(timeout=60)  # comes back once nobody can write to the output any more
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.xdist_group("ray")  # one finds out for both whether it runs here
-def test_two_workers_of_ray_give_the_same_bits_as_one_process(checkpoint, tmp_path):
+@pytest.fixture(scope="module")
+def ray_environment():
+    """The environment for commands that encode on Ray."""
     pytest.importorskip("ray", reason='needs Ray: pip install "st-sparse-rescale[ray]"')
     if (reason := hindrance(RAY)) is not None:
         pytest.skip(f"needs Ray, but {reason}")
+    return {**os.environ, **RAY_ENVIRONMENT}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.xdist_group("ray")  # one finds out for both whether it runs here
+def test_two_workers_of_ray_give_the_same_bits_as_one_process(checkpoint, tmp_path, ray_environment):
     folder, output = written(tmp_path, "jsonl"), tmp_path / "out"
     one = contents(encode(checkpoint("bert"), folder, output, shard_size=9))
     first, *others = sorted(output.glob("*.parquet"))
@@ -444,7 +450,7 @@ def test_two_workers_of_ray_give_the_same_bits_as_one_process(checkpoint, tmp_pa
     # In a process of its own: Ray leaves threads behind, also after its shutdown.
     command = [sys.executable, "-m", "st_sparse_rescale.cli", "encode", str(checkpoint("bert")), str(folder)]
     options = ["--shard-size", "9", "--batch-size", "8", "--ray", "--processes", "2"]
-    subprocess.run([*command, str(output), *options], env={**os.environ, **RAY_ENVIRONMENT}, check=True, timeout=240)
+    subprocess.run([*command, str(output), *options], env=ray_environment, check=True, timeout=240)
     assert contents(Shards(output)) == one
     assert first.stat().st_mtime_ns == untouched  # it goes on with what is there
     assert not list(output.glob("workshop-*"))
@@ -489,14 +495,10 @@ for kind in ("error", "death"):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.xdist_group("ray")  # one finds out for both whether it runs here
-def test_on_ray_an_error_is_that_of_the_shard_and_a_dead_actor_is_one(checkpoint, tmp_path):
-    pytest.importorskip("ray", reason='needs Ray: pip install "st-sparse-rescale[ray]"')
-    if (reason := hindrance(RAY)) is not None:
-        pytest.skip(f"needs Ray, but {reason}")
+def test_on_ray_an_error_is_that_of_the_shard_and_a_dead_actor_is_one(checkpoint, tmp_path, ray_environment):
     (tmp_path / "mishaps.py").write_text(MISHAPS)
     command = [sys.executable, tmp_path / "mishaps.py", checkpoint("bert"), tmp_path]
-    environment = {**os.environ, **RAY_ENVIRONMENT}
-    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=240)
+    run = subprocess.run(command, env=ray_environment, stdout=subprocess.PIPE, text=True, check=True, timeout=240)
     error, death = [line for line in run.stdout.splitlines() if line.startswith(("error", "death"))]  # Ray prints, too
     assert error == "error ValueError NaN in shard 1"
     assert death.startswith("death ChildProcessError A process of Ray that encoded died, with one shard 1 times")
