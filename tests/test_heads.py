@@ -435,8 +435,11 @@ def test_the_recipe_for_deberta_keeps_the_logits(
     head_matrix: ModuleType, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     recipe = re.search(r"```python\n(.*?)```", head_matrix.DEBERTA, re.DOTALL)[1]
-    names = {"checkpoint": checkpoint("deberta-v2-new-head"), "folder": tmp_path}
-    exec(recipe, names | {"AutoModelForMaskedLM": AutoModelForMaskedLM, "AutoTokenizer": AutoTokenizer})
+    here = {"microsoft/deberta-v3-base": checkpoint("deberta-v2-new-head"), "deberta-v3-base-legacy": tmp_path}
+    for name, path in here.items():
+        assert f'"{name}"' in recipe
+        recipe = recipe.replace(f'"{name}"', f'"{path}"')
+    exec(recipe, {})
     converted, report = AutoModelForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
     ids = torch.randint(10, 200, (2, 9), generator=torch.Generator().manual_seed(3))
