@@ -19,7 +19,6 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
-    AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
     BertForMaskedLM,
