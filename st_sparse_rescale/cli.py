@@ -465,14 +465,21 @@ def _show_log() -> None:
 @contextmanager
 def _one_message(debug: bool) -> Iterator[None]:
     """Turn an error that the user can mend into one message and exit code 2."""
+    import torch
+
     from st_sparse_rescale.training import CollapseError
 
     try:
         yield
-    except (ValueError, TypeError, OSError, ImportError, CollapseError) as error:
+    except (ValueError, TypeError, OSError, ImportError, CollapseError, torch.cuda.OutOfMemoryError) as error:
         if debug:
             raise
-        errors.print(f"[bold red]Error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        message = str(error)
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            message += (
+                " Take a smaller batch size or shorter texts; in training, --set mini_batch_size=8 keeps the batch."
+            )
+        errors.print(f"[bold red]Error:[/] {escape(message)}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
 
 

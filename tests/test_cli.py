@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from st_sparse_rescale.cli import app
@@ -71,6 +72,17 @@ def test_an_error_is_one_message_and_exit_code_2(run, given, message):
 def test_markup_in_a_message_is_printed_as_it_is(run, tmp_path):
     (tmp_path / "train.jsonl").write_text('{"[bold]": "q", "[/]": "p"}')
     assert "the columns are ['[bold]', '[/]']" in run().stderr
+
+
+def test_a_full_gpu_is_one_message_with_the_mend(run, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", full)
+    result = run()
+    assert result.exit_code == 2
+    assert "Error: CUDA out of memory. Take a smaller batch size" in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
 
 
 def test_debug_shows_the_traceback(run):
