@@ -49,9 +49,10 @@ def draw_scale(
             axes.plot(ks, means, style, ms=5, label=label)
             seeds = [(outcome.setting.k, value) for outcome in found for value in outcome.ndcgs(collection)]
             axes.scatter([k for k, _ in seeds], [value for _, value in seeds], s=8, color=axes.lines[-1].get_color())
+        top = max((value for drawn in axes.lines for value in drawn.get_ydata()), default=1)
+        axes.set(title=backbone, xscale="log", xticks=KS, xlim=(0.8, 80), ylim=(0, 1.1 * top or 1))
         if backbone in choices:
             axes.axvline(choices[backbone], color="grey", linewidth=6, alpha=0.3, label="k by the rule (weight)")
-        axes.set(title=backbone, xscale="log", xticks=KS, ylim=(0, None))
         axes.set_xticks([], minor=True)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda k, _: f"{k:g}"))
         axes.grid(alpha=0.3)
@@ -68,7 +69,7 @@ def draw_steps(file: Path, outcomes: Outcomes, backbones: Sequence[str], collect
         backbones: Those to draw.
         collection: What they were evaluated on.
     """
-    figure, panels = _panels(backbones, height=3.4)
+    figure, panels = _panels(backbones, height=4.0)
     for axes, backbone in zip(panels, backbones, strict=True):
         cells = [
             [outcomes.get(Setting(backbone, k, "weight" if k == 1 else "norm", factor)) for factor in FACTORS]
