@@ -23,6 +23,8 @@ from st_sparse_rescale.losses import (
     SpladeLoss,
 )
 from st_sparse_rescale.training.callbacks import CollapseGuard
+from st_sparse_rescale.whole import written_whole
+from tests.two_processes import leave_together
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two processes")]  # one pair of processes for all tests
 
@@ -106,8 +108,9 @@ def worker(rank: int, folder: str) -> None:
     dist.all_reduce(value.detach_())
     results["full"] = (value / 2, next(model.parameters()).grad)
     results["guard"] = guarded_step(rank)
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    with written_whole(Path(folder, f"{rank}.pt")) as file:
+        torch.save(results, file)
+    leave_together([Path(folder, f"{rank}.pt") for rank in range(2)])
 
 
 @pytest.fixture(scope="module")

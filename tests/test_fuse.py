@@ -28,7 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from st_sparse_rescale import RescaledMLMTransformer, SpladePooling, fuse, unfuse
 from st_sparse_rescale.modules.hand_over import DECODER_INPUT
+from st_sparse_rescale.whole import written_whole
 from tests.tiny_models import ARCHITECTURES, TEXTS
+from tests.two_processes import leave_together
 
 MIXED = [" ".join(text.split()[: 1 + i]) for i, text in enumerate(TEXTS)]
 
@@ -130,8 +132,9 @@ def half_of_a_step(rank: int, path: str, folder: str) -> None:
     for _ in range(2):  # the second step too: the reducer is built anew after the first
         parallel.zero_grad()
         squares(parallel, model.preprocess(MIXED[4 * rank : 4 * rank + 4])).backward()
-    torch.save({name: parameter.grad for name, parameter in model.named_parameters()}, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    with written_whole(Path(folder, f"{rank}.pt")) as file:
+        torch.save({name: parameter.grad for name, parameter in model.named_parameters()}, file)
+    leave_together([Path(folder, f"{rank}.pt") for rank in range(2)])
 
 
 @pytest.mark.slow
