@@ -75,13 +75,7 @@ def cross_encoder_scorer(model: CrossEncoder, *, logits: bool, batch_size: int =
 
     def score(pairs: Sequence[Pair]) -> list[float]:
         scores = model.predict(list(pairs), batch_size=batch_size, activation_fn=activation, show_progress_bar=False)
-        for pair, value in zip(pairs, scores.tolist(), strict=True):
-            if not math.isfinite(value):
-                raise ValueError(
-                    f"The cross-encoder's score of {pair[0]!r:.60} and {pair[1]!r:.60} is {value}: look for NaN in its "
-                    "weights, or load it in float32."
-                )
-        return scores.tolist()
+        return _finite(pairs, scores.tolist(), "cross-encoder")
 
     return score
 
@@ -108,6 +102,17 @@ def sparse_scorer(model: SparseEncoder, *, batch_size: int = 32) -> PairScorer:
 
         queries, documents = zip(*pairs, strict=True)
         products = vectors(queries, "query").multiply(vectors(documents, "document"))
-        return np.asarray(products.sum(axis=1)).ravel().tolist()
+        return _finite(pairs, np.asarray(products.sum(axis=1)).ravel().tolist(), "sparse model")
 
     return score
+
+
+def _finite(pairs: Sequence[Pair], scores: list[float], teacher: str) -> list[float]:
+    """Give scores back, unless one is not finite."""
+    for pair, value in zip(pairs, scores, strict=True):
+        if not math.isfinite(value):
+            raise ValueError(
+                f"The {teacher}'s score of {pair[0]!r:.60} and {pair[1]!r:.60} is {value}: look for NaN in its "
+                "weights, or load it in float32."
+            )
+    return scores
