@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from scipy.sparse import csr_matrix
 from sentence_transformers import CrossEncoder, SparseEncoder
 from typer.testing import CliRunner
 
 from st_sparse_rescale import RescaledMLMTransformer, SpladePooling
 from st_sparse_rescale.cli import app
 from st_sparse_rescale.jsonl import read_jsonl, write_jsonl
-from st_sparse_rescale.training import DataError, Recipe, distillation, load_training_data, mine, score, train
+from st_sparse_rescale.training import (
+    DataError,
+    Recipe,
+    distillation,
+    load_training_data,
+    mine,
+    pair_scores,
+    score,
+    train,
+)
 from st_sparse_rescale.training.pair_scores import load_cross_encoder, load_sparse, sparse_scorer
 from tests.tiny_models import TEXTS
 
@@ -180,3 +191,10 @@ def test_the_command_scores_by_a_saved_cross_encoder(files, cross_encoder, tmp_p
     for found, row in zip(rows_of(files.out), rows_of(expected), strict=True):
         assert found["negatives"] == row["negatives"]
         assert found["score"] == pytest.approx(row["score"], abs=1e-5)
+
+
+def test_a_sparse_teacher_whose_score_overflows_is_an_error(sparse, monkeypatch):
+    huge = csr_matrix(np.array([[1e30, 0]], dtype=np.float32))
+    monkeypatch.setattr(pair_scores, "encode_texts", lambda *args, **kwargs: huge)
+    with pytest.raises(ValueError, match=r"sparse model's score of 'a' and 'b' is inf: look for NaN"):
+        sparse_scorer(sparse)([("a", "b")])
